@@ -27,7 +27,18 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 MEASURED, FITTED, SYSTEM, ASSUMED = "ranks", "fit", "system", "assumed"
 _OF_SYSTEM = frozenset({"memory", "host_memory", "processors"})
 _ASSUMED = frozenset(
-    {"watts", "interconnect", "products", "misaligned", "hiding", "straggling", "between", "strided", "blocking"}
+    {
+        "watts",
+        "interconnect",
+        "products",
+        "misaligned",
+        "hiding",
+        "straggling",
+        "between",
+        "strided",
+        "blocking",
+        "written",
+    }
 )
 """Numbers that are not measured: by design of the model, or because one machine does not show them."""
 
@@ -174,6 +185,6 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
 
 def _constant_lines(device: Device, ranks: int, indent: str) -> Iterator[str]:
     for name, value in device.constants.items():
-        of_ranks = MEASURED if name in ("group", "compiler", "waking") else FITTED
+        of_ranks = MEASURED if name in ("group", "compiler", "update", "waking") else FITTED
         source = ASSUMED if name in _ASSUMED else f"{of_ranks}-{ranks}"
         yield f"{indent}{name}: [{value:.4g}, {source}]"

@@ -14,6 +14,7 @@ from megazero.calibrate.effort import RankMeasurements
 from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
 from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.plan.cluster.cluster_times import GRADIENT
 from megazero.plan.cluster.fit import Floats, fitted
 from megazero.plan.cluster.hardware import Cluster, Device, Link
 from megazero.plan.cluster.kernels import Constants
@@ -24,7 +25,6 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "bandwidth": (0.02, 4.0),
         "launch": (5e-7, 1e-3),
         "thin": (0.2, 1.3),
-        "update": (4.0, 400.0),
     }
 )
 """What each constant may be that is fitted to steps. Kernels whose bytes are in a cache may exceed the rate of memory,
@@ -33,9 +33,11 @@ and those that compute much stay below it. No kernel of attention multiplies fas
 SHARES = (0.25, 1.3)
 """What products may reach in steps, of what a large one reaches alone, in each precision that is in the runs."""
 START_SHARE = 0.8
+ROUNDS = 50
+"""Of a fit at most: with 25 a measurement that is off by a factor of 2 still pulls at the constants."""
 START = Constants(
     products=1.0, bandwidth=1.0, misaligned=1.0, launch=1e-5, hiding=1.0, straggling=0.0, latency=1e-5, inside=1.0,
-    between=1.0, strided=1.0, blocking=1.0, update=28.0, stages=1.0, attention=0.7,
+    between=1.0, strided=1.0, blocking=1.0, update=28.0, stages=1.0, attention=0.7, written=1.0,
 )  # fmt: skip
 """Where a fit begins. A processor launches its kernels and carries its messages itself, so that nothing of these hides
 behind anything; no length of a row is odd for it; and one machine has no links between nodes.
@@ -95,7 +97,7 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
         carried=rates["carried"] * own if machine.kind == "cpu" and "carried" in rates else None,
         beside=rates.get("beside"),
     )
-    start = replace(START, latency=latency, update=update_bytes(rates, measurements), waking=rates.get("waking", 0.0))
+    start = replace(START, latency=latency, waking=rates.get("waking", 0.0))
     if measurements.stages:
         start = replace(start, stages=message_times(measurements.stages, 2, halves=False)[1] / device.inside)
     if machine.kind == "cuda":
@@ -129,9 +131,11 @@ def message_times(measured: Sequence[tuple[float, float]], ranks: int, *, halves
     return latency / float(np.log2(ranks)), 1 / per_byte
 
 
-def update_bytes(rates: Mapping[str, float], measurements: RankMeasurements) -> float:
-    """`Constants.update`, from the rate of an update alone: each 4 bytes of gradients are a parameter."""
-    return float(min(400.0, 4.0 * rates["bandwidth"] / rates["update"]))
+def update_bytes(rates: Mapping[str, float], reached: float) -> float:
+    """Bytes that an update moves for each parameter, by the rate of updates, where kernels reach this share of memory's
+    rate.
+    """
+    return GRADIENT / rates["update"] * rates["bandwidth"] * reached
 
 
 def steps_of(device: Device, measurements: RankMeasurements) -> list[Run]:
@@ -156,6 +160,7 @@ def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) 
         of_runs = dict(zip(precisions, shares, strict=True))
         others = float(np.exp(np.mean(np.log(shares)))) if shares else 1.0
         flops = {name: rate * of_runs.get(name, others) for name, rate in device.flops.items()}
+        constants["update"] = update_bytes(measurements.rates, constants["bandwidth"])
         fitted_constants = MappingProxyType(asdict(replace(start, **constants)))
         return replace(device, flops=MappingProxyType(flops), constants=fitted_constants)
 
@@ -167,7 +172,7 @@ def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) 
     bounds = [SHARES] * len(precisions) + [*BOUNDS.values()]
     low, high = (np.log([bound[side] for bound in bounds]) for side in (0, 1))
     first = [START_SHARE] * len(precisions) + [getattr(start, name) for name in BOUNDS]
-    values = fitted(errors, np.clip(np.log(first), low, high), (low, high), np.ones(len(runs)))
+    values = fitted(errors, np.clip(np.log(first), low, high), (low, high), np.ones(len(runs)), ROUNDS)
     return known(values), np.expm1(errors(values)).tolist()
 
 

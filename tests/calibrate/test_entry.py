@@ -26,7 +26,7 @@ BESIDE = {"compiler": COMPILER, "group": GROUP}
 LATENCY, RATE = 2e-5, 3e9
 RATES = {
     "to_host": 6e9,
-    "update": 2e9,
+    "update": 4e9,  # of 4 bytes a parameter, for which memory at 1.7 times its rate moves 34
     "update_host": 1.5e9,
     "read": 2e9,
     "write": 1e9,

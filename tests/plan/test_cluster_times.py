@@ -178,6 +178,9 @@ def test_a_processor_takes_operations_and_bytes_one_after_the_other() -> None:
     k = Kernels(DESK, constants_of(DESK))
     odd = product(2559, 1279, 8)
     assert k.product(odd) == pytest.approx(odd.flops / 1e11), "neither tiles, nor alignment, nor bytes"
+    writes = Kernels(DESK, replace(constants_of(DESK), written=1.0))
+    assert writes.product(odd) == pytest.approx(odd.flops / 1e11 + odd.made / 1e10)
+    assert writes.product(odd._replace(made=0)) == odd.flops / 0.5e11, "of attention"
     inside = Product(4, 256, 256, 64, 0.5, "bfloat16", 0, 0)
     assert k.product(inside) == pytest.approx(inside.flops / 0.5e11)
     assert k.together(3.0, 4.0) == 7.0
@@ -192,8 +195,8 @@ def test_a_processor_multiplies_thin_matrices_of_fp32_at_a_rate_of_their_own(sha
         narrow, half = product(*shape, dtype="float32"), product(*shape)
         wide = product(LEAST, LEAST, LEAST, dtype="float32")
         assert k.product(narrow) == pytest.approx(narrow.flops / (thin * 0.5e11))
-        assert k.product(wide) == pytest.approx(wide.flops / 0.5e11), "fused_ops.products computes it"
-        assert k.product(half) == pytest.approx(half.flops / 1e11), "one library computes all of 16 bits"
+        assert k.product(wide) == pytest.approx(wide.flops / 0.5e11), "fused_ops computes it"
+        assert k.product(half) == pytest.approx(half.flops / 1e11), "one library for all 16 bits"
 
 
 def test_ranks_of_a_processor_carry_their_messages_and_share_its_cores() -> None:
