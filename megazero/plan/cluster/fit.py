@@ -16,6 +16,8 @@ SMALL = 0.01
 """Errors below this count as this large when they are weighed."""
 STEP = 1e-3
 """Of the range of a constant: the change by which its effect is found."""
+LEAST_DAMPING = 1e-6
+"""Below it constants that only count together would leave no single change to make."""
 
 
 def fitted(
@@ -47,7 +49,7 @@ def fitted(
             tried = np.clip(values - change * (high - low), low, high)
             better = errors_of(tried)
             if (weights * np.abs(better)).sum() < (weights * np.abs(errors)).sum():
-                values, errors, damping = tried, better, damping / 3
+                values, errors, damping = tried, better, max(damping / 3, LEAST_DAMPING)
                 break
             damping *= 4
         else:
