@@ -12,8 +12,8 @@ import pytest
 from megazero.calibrate.effort import FIRST, SECOND, MeasuredRun, RankMeasurements
 from megazero.calibrate.entry import START, MachineFacts, fitted_device, message_times, planned
 from megazero.calibrate.runs import run_of
-from megazero.plan.cluster.beside_tensors import shared_bytes
 from megazero.plan.cluster.hardware import Device
+from megazero.plan.cluster.shared_pages import shared_bytes
 
 TRUE: Mapping[str, float] = MappingProxyType({"attention": 0.5, "bandwidth": 1.7, "launch": 2.3e-5, "update": 34.0})
 LARGE = {"bf16": 2e11, "fp32": 8e10, "fp64": 4e10}

@@ -9,7 +9,8 @@ import pytest
 
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import assembled, single_rank_group
-from megazero.plan.cluster.beside_tensors import allowance_of_run, groups_of, shared_bytes
+from megazero.plan.cluster.beside_tensors import allowance_of_run, groups_of
+from megazero.plan.cluster.shared_pages import shared_bytes
 from tests.plan.test_activations import parsed
 from tests.plan.test_cluster_times import DESK, DEVICE, MODEL, desk
 
@@ -25,7 +26,10 @@ WORDS = f"{MODEL} --device cpu --micro-batch-size 1 --seq-length 256 --hidden-si
         ("", 2, 16 * 2, 0),  # the world itself
         ("--tp 2", 2, 16 * 2 // 4, 0),
         ("--tp 2", 4, 16 * 2 // 4 + 16 * 2, 2),
-        ("--pp 2", 4, 16 * 2 + 16 * 4, 2),  # a tied embedding's are those of both stages
+        ("", 4, 16 + 3 * 16 // 2, 0),  # of the others it reads its part of a sum, and theirs
+        ("--zero-stage 2", 4, 16 * 4, 0),  # it gathers all of them
+        ("--pp 2", 4, 16 * 2 + 16 + 3 * 16 // 2, 2),  # a tied embedding's are those of both stages
+        ("--tp 2 --sequence-parallel", 2, 16 * 3 // 8, 0),  # half of what it writes is in no gather
         ("--pp 2 --no-shared-memory", 4, 0, 2),
     ],
 )

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import StateGroup
-from megazero.mpu.shared_memory import SLOT, SLOTS
 from megazero.plan.cluster.hardware import Cluster
-from megazero.plan.recompute import activation_plan
+from megazero.plan.cluster.shared_pages import shared_bytes
 
 BESIDE = "driver and communicators"
 """What a process takes beside tensors, in a table of what is alive."""
@@ -73,17 +72,3 @@ def _state_groups(axes: Axes) -> set[tuple[int, ...]]:
     at = Coordinates(0, 0, 0, 0)
     kinds = [axes.inner_ranks, axes.across_ranks]
     return {ranks for kind in StateGroup for of_kind in kinds if len(ranks := of_kind(kind, at)) > 1}
-
-
-def shared_bytes(run: Run, axes: Axes) -> int:
-    """Bytes of the memory through which the groups of the first rank exchange tensors (`mpu.exchange`), as far as it is
-    touched: a slot of each rank as far as a message fills it.
-    """
-    if not run.parallel.shared_memory:
-        return 0
-    filled = dict.fromkeys(_state_groups(axes), SLOT)
-    tensor = axes.tensor_ranks(Coordinates(0, 0, 0, 0))
-    if len(tensor) > 1:
-        hidden = min(SLOT, activation_plan(run, "cpu").hidden_bytes)
-        filled[tensor] = max(filled.get(tensor, 0), hidden)
-    return sum(SLOTS * len(ranks) * nbytes for ranks, nbytes in filled.items())
