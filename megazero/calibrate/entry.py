@@ -103,8 +103,8 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
     if machine.kind == "cuda":
         start = replace(start, hiding=4.0, misaligned=ALIGNED_ON_CARDS)
     device, errors = fit_steps(device, start, measurements)
-    context, fragmentation, memory_errors = fit_memory(device, measurements)
-    beside = {**measurements.memory, "context": context, "fragmentation": fragmentation}
+    context, holes, memory_errors = fit_memory(device, measurements)
+    beside = {**measurements.memory, "context": context, "holes": holes}
     known = {**device.constants, **beside}
     return FittedDevice(
         replace(device, constants=MappingProxyType(known)), measurements, tuple(errors), tuple(memory_errors)
@@ -177,21 +177,20 @@ def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) 
 
 
 def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, float, list[float]]:
-    """(bytes that every process takes beside its tensors, share of these that it takes beside them, relative errors),
-    of the runs that were the first of their processes. What only some runs take is left out (`beside_tensors`).
+    """(bytes that every process takes beside its tensors, share of what comes and goes in a step that it takes for
+    holes, relative errors), of the runs that were the first of their processes. What only some runs take is left out
+    (`beside_tensors`).
     """
     first = [
         (float(each.memory), planned(run, device, each.ranks))
         for each, run in zip(measurements.runs, steps_of(device, measurements), strict=True)
         if each.memory is not None
     ]
-    others = np.array([float(step.allowance.fixed) for _, step in first])
     taken = np.array([memory for memory, _ in first])
-    tensors, own = np.array([float(step.tensors) for _, step in first]), taken - others
-    columns = np.stack([np.ones(len(taken)), tensors], 1) / taken[:, None]
-    context, whole = np.linalg.lstsq(columns, own / taken, rcond=None)[0] if len(taken) > 1 else (0.0, 0.0)
-    if whole < 1.0:  # what is less than the tensors is noise
-        whole = 1.0
-        context = float(np.median(own - tensors))
-    errors = (context + whole * tensors + others) / taken - 1
-    return max(0.0, float(context)), float(whole) - 1.0, errors.tolist()
+    own = taken - [step.tensors + step.allowance.fixed for _, step in first]
+    columns = np.stack([np.ones(len(taken)), [float(step.passing) for _, step in first]], 1)
+    context, holes = np.linalg.lstsq(columns, own, rcond=None)[0] if len(taken) > 1 else (0.0, -1.0)
+    if holes < 0.0:  # less than none is noise
+        context, holes = float(np.median(own)), 0.0
+    errors = (columns @ [context, holes] - own) / taken
+    return max(0.0, float(context)), float(holes), errors.tolist()

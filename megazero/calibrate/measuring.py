@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fused_ops.native import library
 from megazero.calibrate.effort import GROUPS, UNTIMED, Effort, Flags, MeasuredRun, RankMeasurements
 from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
@@ -32,6 +32,7 @@ from megazero.launch import launch
 from megazero.mpu.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from megazero.mpu.grid import ProcessGrid, join_group, single_process_grid
 from megazero.mpu.meeting import Environment
+from megazero.mpu.shared_memory import share_memory
 from megazero.pipeline.measured import first_checkpoint
 from megazero.system import device as devices
 from megazero.train.job import Job, build_job
@@ -72,8 +73,10 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
     first, *others = effort.runs[process]
     together = run_of(first, ranks, kind)
     with launch(together, environment) as grid:
-        timed = [_timed(first, together, grid, grid, effort.steps)]
-        memory = {} if process else _beside_tensors(grid)
+        group = 0 if process else _group_bytes(grid)
+        whole = _timed(first, together, grid, grid, effort.steps)
+        timed = [replace(whole, memory=(whole.memory or 0) - GROUPS * group)]
+        memory = {} if process else {"compiler": float(_compiler_bytes(grid)), "group": float(group)}
         alone = single_process_grid(grid.device)
         for words in others:
             of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort.steps)
@@ -86,20 +89,28 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
     return replace(known, flops=flops, rates=rates, collectives=messages[0], stages=messages[1])
 
 
-def _beside_tensors(grid: ProcessGrid) -> dict[str, float]:
-    """Bytes that a process takes of a CPU's memory for what some runs have, beside tensors: torch's compiler, which the
-    first recomputation imports, and each group of ranks beside the world. They stay.
+def _group_bytes(grid: ProcessGrid) -> int:
+    """Bytes that a process takes of a CPU's memory for a group of ranks beside the world, for as long as it lives: its
+    threads, each with an arena of the heap. Measured before any run, whose threads leave their arenas to later ones.
     """
-    devices.return_free_memory(grid.device)  # what is there already is not what they take
-    resident = [devices.memory_bytes(grid.device)]
+    if grid.world.handle is None or not grid.world.is_on_host:
+        return 0
+    before, world = devices.memory_bytes(grid.device), grid.world
+    for _ in range(GROUPS):
+        handle = join_group(world.ranks, grid.timeout)
+        kernels, timeout = library.host_library(library.choice()), grid.timeout or dist.default_pg_timeout
+        share_memory(handle, world.index, world.size, kernels, timeout)  # as for the groups of a run
+    (added,) = _largest([devices.memory_bytes(grid.device) - before], grid)
+    return int(added / GROUPS)
+
+
+def _compiler_bytes(grid: ProcessGrid) -> int:
+    """The same for torch's compiler, which the first recomputation imports."""
+    devices.return_free_memory(grid.device)  # what is there already is not what it takes
+    before = devices.memory_bytes(grid.device)
     first_checkpoint()
-    resident.append(devices.memory_bytes(grid.device))
-    if grid.world.handle is not None and grid.world.is_on_host:
-        for _ in range(GROUPS):
-            dist.barrier(group=join_group(grid.world.ranks, grid.timeout))
-    resident.append(devices.memory_bytes(grid.device))
-    compiler, groups = _largest([after - before for before, after in pairwise(resident)], grid)
-    return {"compiler": compiler, "group": groups / GROUPS}
+    (added,) = _largest([devices.memory_bytes(grid.device) - before], grid)
+    return int(added)
 
 
 def _timed(words: Flags, run: Run, grid: ProcessGrid, machine: ProcessGrid, steps: int) -> MeasuredRun:

@@ -113,6 +113,11 @@ def writes_activations(run: Run) -> bool:
     return run.offload.offload_activations.in_files
 
 
+def keeps_account(run: Run) -> bool:
+    """Whether the run, on a CPU, holds no more host memory than its tensors take by arithmetic."""
+    return uses_files(run) or writes_activations(run)
+
+
 def file_tiers(run: Run) -> list[Tier]:
     """The tiers in files where some of the model state rests, or to which activations go."""
     used = {offload.tier for offload in leaving(run).values()}

@@ -18,9 +18,10 @@ from megazero.pipeline.stage_specs import chunks_of, specs_of_stage, unit_names
 from megazero.plan.rank_state import StageBytes, has_nccl, stage_bytes
 from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import ActivationPieces, StageLists, unit_bytes
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import PARAMETER_LOADS, Instruction, Piece
 from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
+from megazero.program.passes.slots import slot_bytes
 from megazero.program.scope import Scope
 from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, TierBytes, trace
@@ -115,7 +116,7 @@ class StageMemory:
         }
         return trace(rank_words(self.stage, self.steps.axes), *self._walked, units)
 
-    @property
+    @cached_property
     def fullest(self) -> Fullest:
         """The number of bytes of the peak of `trace`, and of `waiting`."""
         return fullest(*self._walked)
@@ -132,6 +133,22 @@ class StageMemory:
     def waiting(self) -> int:
         """Bytes of host memory in which activations wait for their backward."""
         return sum(host_buffers(*self._walked))
+
+    @cached_property
+    def unused_slots(self) -> int:
+        """The bytes of slots of host memory that its list fills with nothing: a slot is as large as the largest part,
+        and there may be more slots than parts.
+        """
+        shape, filled = self.steps.of(self.stage).shape, dict[tuple[bool, int, Piece], int]()
+        sizes = slot_bytes(shape)
+        for i in self.steps.of(self.stage).instructions:
+            if i.slot < 0 or i.part < 0:
+                continue
+            loads, part = i.op in PARAMETER_LOADS, shape.buckets[i.buckets[0]].parts[i.part]
+            for piece, size in (sizes.loads if loads else sizes.updates).items():
+                key = loads, i.slot, piece
+                filled[key] = max(filled.get(key, 0), min(size, part.bytes_of(piece)))
+        return max(0, self.state.elsewhere.slots - sum(filled.values()))
 
     @property
     def resting(self) -> TierBytes:

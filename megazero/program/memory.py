@@ -99,6 +99,12 @@ class MemoryColumn(Enum):
     __hash__ = object.__hash__
 
 
+PASSING = (MemoryColumn.GATHERED, MemoryColumn.TRAVELLING, MemoryColumn.ACTIVATIONS, MemoryColumn.HIDDEN)
+"""What is allocated and freed again in every step, beside WORKING. Model state is not, and neither is what the first
+step makes and later ones have: blocks of logits, and the buffers of a pool.
+"""
+
+
 class Place(NamedTuple):
     """One allocation: its column, and the numbers that apply to it; -1 for others."""
 

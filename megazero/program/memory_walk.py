@@ -18,7 +18,16 @@ from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
 from megazero.program.instruction import ACTIVATION_MOVES, LOAD, RELEASE, UPDATE, Instruction, Op
-from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, StepBytes, kept_place
+from megazero.program.memory import (
+    PASSING,
+    BufferSizes,
+    MemoryAccount,
+    MemoryColumn,
+    Place,
+    Sample,
+    StepBytes,
+    kept_place,
+)
 from megazero.program.memory_state import FETCH, LEAVING, ActivationCopies, StateMemory
 from megazero.program.scope import Scope
 from megazero.program.values import Thing, Value
@@ -72,11 +81,14 @@ def peak(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, sp
 
 
 class Fullest(NamedTuple):
-    """The most bytes on the device, the instruction at which they are there, and bytes of buffers in host memory."""
+    """The most bytes on the device, the instruction at which they are there, bytes of buffers in host memory, and of
+    the most bytes those that come and go (`memory.PASSING`).
+    """
 
     nbytes: int
     instruction: Instruction
     host: int
+    passing: int
 
 
 def fullest(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> Fullest:
@@ -94,7 +106,7 @@ def fullest(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes)
         before = spare
         spare = tuple(sorted(walk.account.pool.spare)), tuple(sorted(walk.account.host.spare))
         if spare == before:
-            return Fullest(counts.most, instructions[counts.fullest], sum(spare[1]))
+            return Fullest(counts.most, instructions[counts.fullest], sum(spare[1]), counts.passing)
 
 
 class _Moments:
@@ -138,13 +150,14 @@ class _Moments:
 
 
 class _Counts(_Moments):
-    """Moments of which the number of bytes alone is kept, and the number of the instruction."""
+    """Moments of which bytes alone are kept, and the number of the instruction."""
 
-    fullest = 0
+    fullest = passing = 0
 
     def _keep(self, working: int) -> None:
         assert self.at is not None, "no instruction runs yet"
         self.fullest = self.at[0]
+        self.passing = working + sum(self.account.totals[column] for column in PASSING)
 
 
 class _Walk:

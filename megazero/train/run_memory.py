@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, found_by_rank_0
-from megazero.config.derive import uses_files, writes_activations
+from megazero.config.derive import keeps_account, uses_files, writes_activations
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
@@ -129,7 +129,7 @@ def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:
     """That of a run on this rank, before anything is allocated. On a CPU with something on disks the account is that of
     both tiers, which are one memory.
     """
-    if grid.device.type != "cpu" or not (uses_files(run) or writes_activations(run)):
+    if grid.device.type != "cpu" or not keeps_account(run):
         return HostMemory(grid.device)
     if uses_files(run):
         return_large()

@@ -7,19 +7,19 @@ that the allocator cannot use between them. An entry without them takes nothing.
 
 On a CPU everything that a process has is in the same memory, and some of it depends on the run: the memory in which the
 ranks of a host exchange tensors, the groups of ranks (`group` bytes each), and torch's compiler, which the first
-recomputation imports (`compiler` bytes). There `context` is the process itself.
+recomputation imports (`compiler` bytes). There `context` is the process itself, and `holes` the share of what comes and
+goes within a step that the heap has beside it: model state is allocated once, and leaves none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import StateGroup
-from megazero.mpu.shared_memory import SLOT, SLOTS
 from megazero.plan.cluster.hardware import Cluster
-from megazero.plan.recompute import activation_plan
+from megazero.plan.cluster.shared_pages import shared_bytes
 
 BESIDE = "driver and communicators"
 """What a process takes beside tensors, in a table of what is alive."""
@@ -31,10 +31,12 @@ class Allowance:
 
     fixed  bytes of the driver's context and of communicators
     share  of the tensors: what the allocator cannot use between them
+    holes  of those tensors alone that come and go within a step
     """
 
     fixed: float
     share: float
+    holes: float = 0.0
 
     def of(self, tensors: float) -> int:
         """The bytes of a device with so many bytes of tensors."""
@@ -49,7 +51,8 @@ def allowance_of(cluster: Cluster) -> Allowance:
     """That of a device of a cluster. One device alone has no communicators."""
     constants = cluster.device.constants
     between = constants.get("communicators", 0.0) if cluster.gpus > 1 else 0.0
-    return Allowance(constants.get("context", 0.0) + between, constants.get("fragmentation", 0.0))
+    fixed = constants.get("context", 0.0) + between
+    return Allowance(fixed, constants.get("fragmentation", 0.0), constants.get("holes", 0.0))
 
 
 def allowance_of_run(cluster: Cluster, run: Run, axes: Axes) -> Allowance:
@@ -59,7 +62,7 @@ def allowance_of_run(cluster: Cluster, run: Run, axes: Axes) -> Allowance:
         return known
     groups = len(groups_of(axes)) * constants.get("group", 0.0)
     compiler = constants.get("compiler", 0.0) * (run.parallel.recompute_granularity != "none")
-    return Allowance(known.fixed + groups + shared_bytes(run, axes) + compiler, known.share)
+    return replace(known, fixed=known.fixed + groups + shared_bytes(run, axes) + compiler)
 
 
 def groups_of(axes: Axes) -> set[tuple[int, ...]]:
@@ -73,17 +76,3 @@ def _state_groups(axes: Axes) -> set[tuple[int, ...]]:
     at = Coordinates(0, 0, 0, 0)
     kinds = [axes.inner_ranks, axes.across_ranks]
     return {ranks for kind in StateGroup for of_kind in kinds if len(ranks := of_kind(kind, at)) > 1}
-
-
-def shared_bytes(run: Run, axes: Axes) -> int:
-    """Bytes of the memory through which the groups of the first rank exchange tensors (`mpu.exchange`), as far as it is
-    touched: a slot of each rank as far as a message fills it.
-    """
-    if not run.parallel.shared_memory:
-        return 0
-    filled = dict.fromkeys(_state_groups(axes), SLOT)
-    tensor = axes.tensor_ranks(Coordinates(0, 0, 0, 0))
-    if len(tensor) > 1:
-        hidden = min(SLOT, activation_plan(run, "cpu").hidden_bytes)
-        filled[tensor] = max(filled.get(tensor, 0), hidden)
-    return sum(SLOTS * len(ranks) * nbytes for ranks, nbytes in filled.items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megazero.config.derive import micro_batch_order, pipeline_schedule
+from megazero.config.derive import keeps_account, micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunks_of
@@ -124,8 +124,20 @@ class ClusterStep:
             fullest, resting = memory.fullest, memory.resting
             # where the two are one memory, the walk has counted what rests in the host's as well
             device = fullest.nbytes - resting.host * self.limits.is_one
-            self._taken[stage] = TakenBytes(device, fullest.host + resting.host, resting.disk)
+            taken = device + self._added(stage), fullest.host + resting.host, resting.disk
+            self._taken[stage] = TakenBytes(*taken)
         return self._taken[stage]
+
+    def _added(self, stage: int) -> int:
+        """What the memory of a process has beside a rank's tensors for how they lie there: holes in its heap, and slots
+        that no page was made for. A run that keeps something on disks returns what is above all of its tensors
+        (`train.run_memory`). 0 but on a CPU.
+        """
+        if not self.limits.is_one:
+            return 0
+        memory = self.memory(stage)
+        holes, unused = round(self.allowance.holes * memory.fullest.passing), memory.unused_slots
+        return (min(holes, unused) if keeps_account(self.run) else holes) - unused
 
     def has_room(self, stage: int) -> bool:
         """Whether a rank of a stage fits."""
@@ -139,16 +151,21 @@ class ClusterStep:
     @property
     def peaks(self) -> list[TierPeaks]:
         """The fullest moment of the first of equal stages, and what is alive then, with what is beside tensors."""
-        return [self._with_allowance(self.memory(stage).peaks) for stage in self.alike]
+        return [self._with_allowance(self.memory(stage).peaks, self._added(stage)) for stage in self.alike]
 
-    def _with_allowance(self, peaks: TierPeaks) -> TierPeaks:
+    def _with_allowance(self, peaks: TierPeaks, added: int) -> TierPeaks:
         tensors = peaks.total_bytes if self.limits.is_one else peaks.device_bytes
-        beside = self.allowance.of(tensors) - tensors
+        beside = self.allowance.of(tensors + added) - tensors
         return replace(peaks, device={**peaks.device, BESIDE: beside}) if beside else peaks
+
+    @property
+    def passing(self) -> int:
+        """Of the bytes of the fullest rank those that come and go in a step."""
+        return self.memory(max(self.alike, key=self.tensors_of)).fullest.passing
 
     @cached_property
     def tensors(self) -> int:
-        """The most bytes of a step's tensors on a rank."""
+        """The most bytes of a step's tensors on a rank, on a CPU with the holes between them."""
         return max(map(self.tensors_of, self.alike))
 
     def tensors_of(self, stage: int) -> int:
