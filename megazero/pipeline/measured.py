@@ -110,8 +110,7 @@ def read_by_a_unit(run: Run) -> Run:
 def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
     """fused, threads: what else of the process decides how a unit is computed."""
     late: list[Any] = []
-    if case.recompute != NONE:
-        first_checkpoint()
+    _first_use(replace(case, run=replace(case.run, schedule=ScheduleConfig(micro_batch_size=1))), fused)
     # what a pass leaves in cycles is not freed in the next
     with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
         stage = built_unit(case, absent_group(case.run.parallel.tp))
@@ -119,13 +118,24 @@ def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
         storages.leave_out(stage.parameters())
         storages.leave_out(target.into for target in targets)
         storages.leave_out(tensor for tensor in vars(batch).values() if isinstance(tensor, Tensor))
-        # What the first use of an operation in a process leaves in cycles belongs to no pass that is counted: it may
-        # also hold what waits for the weights' half.
-        _pass(case, stage, batch, storages, late)
         deferred = _pass(case, stage, batch, storages, late).deferred
         for target in targets:
             target.late = None
         return replace(_pass(case, stage, batch, storages, late), deferred=deferred)
+
+
+@cache
+def _first_use(case: MeasuredCase, fused: str) -> None:
+    """Use the operations of a case, whatever its micro-batch. What the first use of an operation in a process leaves in
+    cycles belongs to no pass that is counted: it may also hold what waits for the weights' half.
+    """
+    late: list[Any] = []
+    if case.recompute != NONE:
+        first_checkpoint()
+    with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
+        stage = built_unit(case, absent_group(case.run.parallel.tp))
+        list(taken(stage, late))
+        _pass(case, stage, batch_of(case.run), storages, late)
 
 
 @cache

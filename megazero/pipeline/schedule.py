@@ -68,6 +68,8 @@ def make_orders(
     return [order_of(stage) for stage in range(stages)], chunks
 
 
+# Layouts of a search that differ in ZeRO stage or recompute ask for the same list. Counts that are no ints stay errors.
+@lru_cache(maxsize=512, typed=True)
 def stage_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int
 ) -> tuple[Instruction, ...]:

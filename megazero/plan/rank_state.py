@@ -212,7 +212,7 @@ class RankState:
     def layouts(self) -> tuple[BucketLayout, ...]:
         """The trained buckets."""
         sizes = tuple(group_sizes(self.axes, self.at).items())
-        return _packed(unplaced(self.run), sizes, self.at.pp, self.at.tp, self._packing)
+        return _packed(_read_by_specs(self.run), sizes, self.at.pp, self.at.tp, self._packing)
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:

@@ -10,6 +10,8 @@ from megazero.system.limits import limits, older_limits
 
 UNLIMITED = 1 << 60
 """A control group of version 1 without a limit has one that is larger than this."""
+KEPT_HOLES = 1 / 16
+"""Of what a process uses that has to keep an account of its memory, the part that may be free memory beside it."""
 
 
 class _Group(NamedTuple):

@@ -30,7 +30,7 @@ from megazero.plan.step_times import ASSUMED, read_rates, timed_traces
 from megazero.report.trace_files import write
 from megazero.system import device as devices
 from megazero.system.allocator import return_large
-from megazero.system.host_memory import is_short
+from megazero.system.host_memory import KEPT_HOLES, is_short
 from megazero.telemetry.units import size
 from megazero.train.logs import as_config_error
 
@@ -87,8 +87,6 @@ GROWTH = 1.25
 """Free memory of the host's allocator is returned to the system when a rank's resident set exceeds its size after the
 second step by this factor, or when the host's memory is short.
 """
-HOLES = 1 / 16
-"""Of what a process uses that has to keep an account, the part that may be free memory beside it."""
 
 
 class HostMemory:
@@ -122,7 +120,7 @@ class HostMemory:
         """
         if devices.memory_bytes(self._device) > self._most:
             devices.return_free_memory(self._device)
-            self._most = max(self._most, int((1 + HOLES) * devices.memory_bytes(self._device)))
+            self._most = max(self._most, int((1 + KEPT_HOLES) * devices.memory_bytes(self._device)))
 
 
 def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:

@@ -28,10 +28,11 @@ from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
 from megazero.program.traffic import updated_bytes
+from megazero.system.host_memory import KEPT_HOLES
 
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
-LONG = 60_000
+LONG = 20_000
 """Computations of all stages up to which the schedule of a step is looked at to its end."""
 
 
@@ -130,14 +131,16 @@ class ClusterStep:
 
     def _added(self, stage: int) -> int:
         """What the memory of a process has beside a rank's tensors for how they lie there: holes in its heap, and slots
-        that no page was made for. A run that keeps something on disks returns what is above all of its tensors
-        (`train.run_memory`). 0 but on a CPU.
+        that no page was made for. A run that keeps something on disks returns what is above all of its tensors, or
+        above a part more than what stays then. 0 but on a CPU.
         """
         if not self.limits.is_one:
             return 0
         memory = self.memory(stage)
         holes, unused = round(self.allowance.holes * memory.fullest.passing), memory.unused_slots
-        return (min(holes, unused) if keeps_account(self.run) else holes) - unused
+        if keeps_account(self.run):
+            holes = min(holes, unused + round(KEPT_HOLES * (memory.fullest.nbytes + self.allowance.fixed)))
+        return holes - unused
 
     def has_room(self, stage: int) -> bool:
         """Whether a rank of a stage fits."""

@@ -63,10 +63,10 @@ class ClusterRates:
         blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
         device = self.cluster.device
         return ChunkTimes(
-            tuple(sum(unit.forward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
-            tuple(sum(unit.backward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
+            tuple(chunk.forward + lost for chunk, lost in zip(chunks, blocked, strict=True)),
+            tuple(chunk.backward + lost for chunk, lost in zip(chunks, blocked, strict=True)),
             message - self.blocked(message),
-            units=tuple(tuple(unit.forward + unit.backward for unit in chunk) for chunk in chunks),
+            units=tuple(chunk.units for chunk in chunks),
             per_byte=lanes.per_byte,
             latency=lanes.latency,
             update=self.update,

@@ -28,6 +28,14 @@ class UnitSeconds(NamedTuple):
     backward: float
 
 
+class ChunkSeconds(NamedTuple):
+    """The seconds of a chunk, and of both passes of each of its units in forward order."""
+
+    forward: float
+    backward: float
+    units: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class UnitTimer:
     """Turns the units of a run into seconds. Equal units of runs are timed once in a process.
@@ -59,7 +67,21 @@ class UnitTimer:
         """Those of the embedding and of the head."""
         return unit_seconds(self._embedding, self._node), unit_seconds(self._head, self._node)
 
-    def chunk(self, spec: StageSpec, table: RecomputeTable) -> tuple[UnitSeconds, ...]:
+    @cached_property
+    def _chunks(self) -> dict[tuple[StageSpec, RecomputeTable], ChunkSeconds]:
+        return {}
+
+    def chunk(self, spec: StageSpec, table: RecomputeTable) -> ChunkSeconds:
+        """Those of a chunk. table: what backward computes again of every block."""
+        known = spec, table[spec.blocks.start : spec.blocks.stop]
+        if known not in self._chunks:
+            units = self.units(spec, table)
+            forward, backward = (sum(getattr(unit, name) for unit in units) for name in UnitSeconds._fields)
+            both = tuple(unit.forward + unit.backward for unit in units)
+            self._chunks[known] = ChunkSeconds(forward, backward, both)
+        return self._chunks[known]
+
+    def units(self, spec: StageSpec, table: RecomputeTable) -> tuple[UnitSeconds, ...]:
         """Those of the units of a chunk, in forward order. table: what backward computes again of every block."""
         for key in ((number, table[number]) for number in spec.blocks):
             if key not in self._timed:
