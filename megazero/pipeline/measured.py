@@ -93,8 +93,10 @@ def measured(case: MeasuredCase) -> UnitBytes:
     return _measured(replace(case, run=read_by_a_unit(case.run)), choice(), torch.get_num_threads())
 
 
-def read_by_a_unit(run: Run) -> Run:
-    """The run with only those settings that the computation of a unit reads."""
+def read_by_a_unit(run: Run, samples: int | None = None) -> Run:
+    """The run with only those settings that the computation of a unit reads. samples: of a micro-batch; None: as many
+    as the run's.
+    """
     if run.optimizer.fp8 != "off":
         return run  # where parameters are says which copies in FP8 stay
     parallel = ParallelConfig(
@@ -102,7 +104,7 @@ def read_by_a_unit(run: Run) -> Run:
         sequence_parallel=run.parallel.sequence_parallel,
         shard_recompute_inputs=run.parallel.shard_recompute_inputs,
     )
-    schedule = ScheduleConfig(micro_batch_size=run.schedule.micro_batch_size)
+    schedule = ScheduleConfig(micro_batch_size=samples or run.schedule.micro_batch_size)
     return Run(model=run.model, parallel=parallel, optimizer=run.optimizer, schedule=schedule, lora=run.lora)
 
 
@@ -110,7 +112,7 @@ def read_by_a_unit(run: Run) -> Run:
 def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
     """fused, threads: what else of the process decides how a unit is computed."""
     late: list[Any] = []
-    _first_use(replace(case, run=replace(case.run, schedule=ScheduleConfig(micro_batch_size=1))), fused)
+    _first_use(replace(case, run=read_by_a_unit(case.run, 1)), fused)
     # what a pass leaves in cycles is not freed in the next
     with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
         stage = built_unit(case, absent_group(case.run.parallel.tp))

@@ -154,10 +154,20 @@ class _Counts(_Moments):
 
     fullest = passing = 0
 
+    def look(self, working: int = 0) -> None:
+        total = self.account.total(working)
+        if total > self.most:
+            self.most = total
+            self._keep(working)
+        elif total == self.most:  # which of equal moments comes first means nothing
+            self.passing = max(self.passing, self._passing(working))
+
     def _keep(self, working: int) -> None:
         assert self.at is not None, "no instruction runs yet"
-        self.fullest = self.at[0]
-        self.passing = working + sum(self.account.totals[column] for column in PASSING)
+        self.fullest, self.passing = self.at[0], self._passing(working)
+
+    def _passing(self, working: int) -> int:
+        return working + sum(self.account.totals[column] for column in PASSING)
 
 
 class _Walk:

@@ -98,6 +98,12 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
         ("    watts", "    named: card\n    watts", r"desk: named: 'card' is no pair of a list of names"),
         ("    watts", "    named: [[3, [4]], me]\n    watts", r"desk: named: .* is no pair of a list of names"),
         ("    watts", "    named: [[card], you]\n    watts", r"desk: named: there is no source 'you'"),
+        ("gpus:", "gpus:\n  Desk: {}", r"gpus: desk is there 2 times"),
+        (
+            "    watts",
+            "    constants: {launch: [-1, me]}\n    watts",
+            r"constants: launch: '-1' is not a number from 0",
+        ),
     ],
 )
 def test_a_files_mistake_is_told(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -14,7 +14,7 @@ from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
 from megazero.plan.cluster.layout_flags import setting
-from megazero.plan.cluster.layout_search import LayoutSearch
+from megazero.plan.cluster.layout_search import Candidate, LayoutSearch, Turn
 from megazero.plan.cluster.least_memory import FILLINGS, LeastMemory, fullest_stages, short_step, state_width
 from megazero.plan.cluster.misfit import cheapest_change, short_words
 from megazero.plan.placement import EQUAL
@@ -155,6 +155,16 @@ def test_a_higher_zero_stage_is_never_faster(order: Settings, shard: int | None)
     first, second, third = (step.seconds for step in steps)
     assert first * (1 - EQUAL) <= second and second * (1 - EQUAL) <= third
     assert first < third, "messages of each micro-batch take time"
+
+
+@pytest.mark.parametrize(("micro_batches", "is_slower"), [(1, False), (4, False), (5, True)])
+def test_zero_3_may_be_faster_where_nothing_hides_its_gathers(micro_batches: int, is_slower: bool) -> None:
+    search = LayoutSearch(open_run(f"--pp 4 --global-batch-size {8 * micro_batches}", 16))
+    second, third = ({"micro_batch_size": 2, "zero_stage": stage, "zero_shard_size": None} for stage in (2, 3))
+    candidates = [Candidate(1, Split(1, 4, 4), settings) for settings in (second, third)]
+    assert [search._sends_more(candidate, 1) for candidate in candidates] == [True, is_slower]
+    search._push(Turn(5.0, 0, Candidate(1, Split(1, 4, 4), {**second, "zero_stage": 1})))
+    assert [search._rivals_least(candidate) for candidate in candidates] == [5.0, 5.0 * is_slower]
 
 
 def test_what_the_user_says_is_fixed() -> None:

@@ -164,10 +164,15 @@ def test_too_much_memory_is_said() -> None:
     [
         ("", "", "", None),
         ("", "", "--precision fp64", r"desk computes in bf16, fp32, not in fp64"),
-        ("kind: cpu", "kind: cuda", "", r"has no entry for .*, which is of kind cpu; it has: desk \(cuda\)"),
+        (
+            "kind: cpu",
+            "kind: cuda",
+            "",
+            r"has no entry for .*, which is of kind cpu; it has: desk \(cuda\); nearest: --hardware none",
+        ),
         ("  desk:", f"  other:{ENTRY}  desk:", "", r"has several entries for .*: other \(cpu\), desk \(cpu\)"),
-        ("1xeth10", "1xether", "", r"desk: --interconnect 1xether: there is no such link"),
-        ("update: [28, me], ", "", "", r"desk: --gpu desk: its entry has no constants update"),
+        ("1xeth10", "1xether", "", r"desk: interconnect 1xether: there is no such link"),
+        ("update: [28, me], ", "", "", r"desk: its entry has no constants update"),
         ("[10e9, me]", "10e9", "", r"desk: bandwidth: '10e9' is no pair of a value and its source"),
     ],
 )

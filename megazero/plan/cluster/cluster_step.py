@@ -88,8 +88,11 @@ class ClusterStep:
 
     @cached_property
     def _lists(self) -> StageLists:
-        """Of a step in which a rank holds as much as in the whole one."""
-        return self._lists_of(full_step(self.run, self.axes))
+        """Of a step in which a rank holds as much as in the whole one. On a CPU, which slots of host memory have pages
+        depends on all micro-batches.
+        """
+        needs_all = self.kind == "cpu" and keeps_account(self.run)
+        return self._lists_of(self.micro_batches if needs_all else full_step(self.run, self.axes))
 
     def _lists_of(self, micro_batches: int) -> StageLists:
         return self._whole_lists.with_micro_batches(micro_batches)

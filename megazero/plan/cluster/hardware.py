@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -232,6 +233,7 @@ def entry_of(found: FoundDevice, path: str | None = None) -> Device | None:
     if len(entries) != 1:
         several = f"has several entries for {found.name}, and a run takes one: {_listed(entries)}"
         none = f"has no entry for {found.name}, which is of kind {found.kind}; it has: {_listed(devices)}"
+        none += "; nearest: --hardware none, which predicts nothing"
         raise ConfigError([f"--hardware {path}: {several if entries else none}"])
     return entries[0]
 
@@ -253,6 +255,11 @@ def _read(path: Path) -> Hardware:
         raise ConfigError([f"{named}: {key}: {shown(content[key])} is no table" for key in wrong])
     sources, problems = content.get("sources") or {}, list[str]()
     devices, links = dict[str, Device](), dict[str, Link]()
+    for table in ("gpus", "links"):
+        names = Counter(str(name).lower() for name in content.get(table) or {})
+        problems += [
+            f"{named}: {table}: {name} is there {number} times" for name, number in names.items() if number > 1
+        ]
     for name, entry in (content.get("gpus") or {}).items():
         reader = _Entry(f"{named}: gpus: {name}", entry, sources)
         devices[str(name).lower()] = reader.device(str(name).lower())
@@ -289,9 +296,8 @@ class _Entry:
 
     def _alone(self, name: str) -> Device:
         numbers: dict[str, Any] = {key: self.number(key) for key in NUMBERS}
-        least = {"beside": -math.inf}  # a share, which may be 0
         numbers |= {
-            key: self._number(key, self.entry[key], least.get(key, 0.0)) for key in OPTIONAL if key in self.entry
+            key: self._number(key, self.entry[key], zero=key == "beside") for key in OPTIONAL if key in self.entry
         }
         kind, links = self.entry.get("kind"), self._sourced("interconnect", self.entry.get("interconnect"))
         if kind not in ("cuda", "cpu"):
@@ -306,7 +312,7 @@ class _Entry:
             self.problems.append(f"{self.named}: constants: {shown(constants)} is no table")
             constants = {}
         fitted = {
-            str(key): self._number(f"constants: {key}", pair, 0.0 if key in DIVISORS else -math.inf)
+            str(key): self._number(f"constants: {key}", pair, zero=key not in DIVISORS)
             for key, pair in constants.items()
         }
         for key in {*self.entry} - {*NUMBERS, *OPTIONAL, *TABLES}:
@@ -335,14 +341,15 @@ class _Entry:
         """A number above 0."""
         return self._number(key, self.entry.get(key))
 
-    def _number(self, key: str, pair: object, least: float = 0.0) -> float:
+    def _number(self, key: str, pair: object, *, zero: bool = False) -> float:
+        """A number above 0; zero: or 0."""
         value = self._sourced(key, pair)
         if value is None:
             return 1.0
         with suppress(ValueError):
-            if least < (number := float(value)) < math.inf:
+            if 0 < (number := float(value)) < math.inf or (zero and number == 0):
                 return number
-        self.problems.append(f"{self.named}: {key}: {shown(value)} is not a number{' above 0' * (least == 0.0)}")
+        self.problems.append(f"{self.named}: {key}: {shown(value)} is not a number {'from' if zero else 'above'} 0")
         return 1.0
 
     def _sourced(self, key: str, pair: object) -> str | None:

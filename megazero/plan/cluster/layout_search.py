@@ -8,7 +8,8 @@ come with each micro-batch it takes one more turn, by a short step with these. T
 all that is left takes at least as long as the slowest layout of those that are wanted. So what is left out is slower,
 or does not fit; or it sends more than another one that fits, with the same computations: what ZeRO-2 sends comes on top
 of what ZeRO-1 sends, and what ZeRO-3 sends on top of that, where no stage waits for copies or for buckets of a size
-that the user sets. A candidate that sends more waits for the turns of those that send less.
+that the user sets, and there are more micro-batches than stages. A candidate that sends more waits for the turns of
+those that send less.
 """
 
 from __future__ import annotations
@@ -203,22 +204,29 @@ class LayoutSearch:
             if turn.is_begun:
                 self._note(candidate)
         elif self._sends_more(candidate, self._fitting.get(candidate.rivals, MOST_STAGE)):
-            self.left_out["sends more than a lower ZeRO stage that fits"] += 1
+            self.left_out["sends more than a lower ZeRO stage"] += 1
         elif turn.step is not None:
             self._look_at(turn.step, turn)
         elif (step := self._roomy(candidate)) is not None:
             self._bound(step, turn)
 
     def _sends_more(self, candidate: Candidate, stage: int) -> bool:
-        """Whether it sends more than its rival of this ZeRO stage. ZeRO-3 gathers unit by unit: where other stages wait
-        for copies or for large buckets it may be faster for all that it sends.
+        """Whether it is slower than its rival of this ZeRO stage, because it sends more. ZeRO-3 gathers unit by unit:
+        where other stages wait for copies or for large buckets, or have too few micro-batches to hide the gathers of a
+        step's begin, it may be faster for all that it sends.
         """
         if not SENT_ONCE <= stage < candidate.zero_stage:
+            return False
+        if candidate.zero_stage == MOST_STAGE and self._micro_batches(candidate) <= candidate.split.pp:
             return False
         off = self.asked.with_settings(candidate.settings).offload
         away = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
         waits = any(map(bool, away)) or self.asked.run.parallel.bucket_size is not None
         return candidate.zero_stage < MOST_STAGE or not waits
+
+    def _micro_batches(self, candidate: Candidate) -> int:
+        size: int = candidate.settings["micro_batch_size"]
+        return self.asked.run.schedule.global_batch_size // (size * candidate.split.dp)
 
     def _rivals_least(self, candidate: Candidate) -> float:
         """The seconds that rivals take at least which send less, and wait for their turns."""

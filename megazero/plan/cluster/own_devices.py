@@ -49,7 +49,9 @@ def own_cluster(run: Run, device: torch.device, ranks: int, ranks_here: int) -> 
         constants_of(entry)
         return known_hardware(file).cluster(entry.name, ranks, ranks_here, None)
     except ConfigError as error:  # what the entry names is not there
-        raise ConfigError([f"--hardware {file}: {entry.name}: {problem}" for problem in error.problems]) from None
+        # the problems of a plan name its flags, which a run does not have
+        plain = [problem.removeprefix(f"--gpu {entry.name}: ").removeprefix("--") for problem in error.problems]
+        raise ConfigError([f"--hardware {file}: {entry.name}: {problem}" for problem in plain]) from None
 
 
 def own_step(run: Run, device: torch.device, ranks: int, ranks_here: int) -> ClusterStep | None:
