@@ -7,6 +7,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megazero.config.derive import leaving
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.measured import read_by_a_unit
@@ -79,9 +80,8 @@ class ClusterRates:
 
     def _while(self, run: Run) -> Cluster:
         """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state."""
-        off, device, waking = run.offload, self.cluster.device, self._constants.waking
-        moved = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
-        if device.kind != "cpu" or not waking or not any(map(bool, moved)):
+        device, waking = self.cluster.device, self._constants.waking
+        if device.kind != "cpu" or not waking or not any(leaving(run).values()):
             return self.cluster
         constants = {**device.constants, "launch": self._constants.launch + waking}
         return replace(self.cluster, device=replace(device, constants=MappingProxyType(constants)))

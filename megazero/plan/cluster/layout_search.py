@@ -21,6 +21,7 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+from megazero.config.derive import leaving
 from megazero.config.inventory import parameters
 from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
@@ -219,9 +220,8 @@ class LayoutSearch:
             return False
         if candidate.zero_stage == MOST_STAGE and self._micro_batches(candidate) <= candidate.split.pp:
             return False
-        off = self.asked.with_settings(candidate.settings).offload
-        away = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
-        waits = any(map(bool, away)) or self.asked.run.parallel.bucket_size is not None
+        run = self.asked.with_settings(candidate.settings)
+        waits = any(leaving(run).values()) or self.asked.run.parallel.bucket_size is not None
         return candidate.zero_stage < MOST_STAGE or not waits
 
     def _micro_batches(self, candidate: Candidate) -> int:

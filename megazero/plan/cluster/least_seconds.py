@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megazero.config.derive import bucket_size, gathers_parameters, micro_batch_order
+from megazero.config.derive import bucket_size, gathers_parameters, leaving, micro_batch_order
 from megazero.config.inventory import block_shapes, parameters, parameters_per_layer
 from megazero.config.layers.kinds import kinds
 from megazero.config.schema import Run
@@ -80,11 +80,9 @@ def state_delays(run: Run, axes: Axes, times: ChunkTimes) -> StateDelays:
 
     None where a step begins with what the one before has left undone, or where columns leave the device.
     """
-    off, options = run.offload, step_options(run)
-    away = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
-    shards = axes.shard_size or axes.dp * axes.cp
+    options, shards = step_options(run), axes.shard_size or axes.dp * axes.cp
     late = options.late or options.early or micro_batch_order(run) == "vertical"
-    if shards == 1 or late or any(map(bool, away)) or run.lora.lora_rank is not None:
+    if shards == 1 or late or any(leaving(run).values()) or run.lora.lora_rank is not None:
         return NONE
     widths, blocks = element_widths(run), parameters_per_layer(run.model).blocks
     reduced, gathered = widths.gradient, widths.parameter
