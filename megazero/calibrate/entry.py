@@ -52,13 +52,12 @@ NO_LINK = Link("eth10", 1.25e9, 25e-6)
 @dataclass(frozen=True)
 class FittedDevice:
     """A device of so many ranks, and the errors of its constants on the runs that they were fitted to: predicted over
-    measured seconds, and memory, minus 1.
+    measured seconds, minus 1.
     """
 
     device: Device
     measurements: RankMeasurements
     errors: tuple[float, ...]
-    memory_errors: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,10 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
     if machine.kind == "cuda":
         start = replace(start, hiding=4.0, misaligned=ALIGNED_ON_CARDS)
     device, errors = fit_steps(device, start, measurements)
-    context, holes, memory_errors = fit_memory(device, measurements)
+    context, holes = fit_memory(device, measurements)
     beside = {**measurements.memory, "context": context, "holes": holes}
     known = {**device.constants, **beside}
-    return FittedDevice(
-        replace(device, constants=MappingProxyType(known)), measurements, tuple(errors), tuple(memory_errors)
-    )
+    return FittedDevice(replace(device, constants=MappingProxyType(known)), measurements, tuple(errors))
 
 
 def message_times(measured: Sequence[tuple[float, float]], ranks: int, *, halves: bool = True) -> tuple[float, float]:
@@ -176,10 +173,9 @@ def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) 
     return known(values), np.expm1(errors(values)).tolist()
 
 
-def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, float, list[float]]:
+def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, float]:
     """(bytes that every process takes beside its tensors, share of what comes and goes in a step that it takes for
-    holes, relative errors), of the runs that were the first of their processes. What only some runs take is left out
-    (`beside_tensors`).
+    holes), of the runs that were the first of their processes. What only some runs take is left out (`beside_tensors`).
     """
     first = [
         (float(each.memory), planned(run, device, each.ranks))
@@ -192,5 +188,4 @@ def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, f
     context, holes = np.linalg.lstsq(columns, own, rcond=None)[0] if len(taken) > 1 else (0.0, -1.0)
     if holes < 0.0:  # less than none is noise
         context, holes = float(np.median(own)), 0.0
-    errors = (columns @ [context, holes] - own) / taken
-    return max(0.0, float(context)), float(holes), errors.tolist()
+    return max(0.0, float(context)), float(holes)

@@ -142,6 +142,11 @@ class _Moments:
         if total > self.most:
             self.most = total
             self._keep(working)
+        elif total == self.most:
+            self._compare(working)
+
+    def _compare(self, working: int) -> None:
+        """Another moment with as many bytes as the fullest one."""
 
     def _keep(self, working: int) -> None:
         """Keep what there is at this moment."""
@@ -154,13 +159,8 @@ class _Counts(_Moments):
 
     fullest = passing = 0
 
-    def look(self, working: int = 0) -> None:
-        total = self.account.total(working)
-        if total > self.most:
-            self.most = total
-            self._keep(working)
-        elif total == self.most:  # which of equal moments comes first means nothing
-            self.passing = max(self.passing, self._passing(working))
+    def _compare(self, working: int) -> None:
+        self.passing = max(self.passing, self._passing(working))  # which of equal moments comes first means nothing
 
     def _keep(self, working: int) -> None:
         assert self.at is not None, "no instruction runs yet"
