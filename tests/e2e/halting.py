@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from megazero.launch import exit_now, exit_status
 from megazero.mpu import collectives
 from megazero.mpu.meeting import Environment
 from megazero.system import allocator
+from megazero.system.loopback import free_port
 from megazero.train.save_policy import SavePolicy
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
@@ -298,9 +298,7 @@ def on_nodes(nodes: Sequence[Path], flags: Sequence[object]) -> list[tuple[int |
     """Status and output of one rank per node, each started as a node's launcher starts it: in a working directory of
     its own.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words, outputs = [str(flag) for flag in flags], [node / "output" for node in nodes]
     processes = []
     for rank, (node, output) in enumerate(zip(nodes, outputs, strict=True)):

@@ -21,6 +21,7 @@ from megazero.config.source import ConfigError
 from megazero.launch import exit_now
 from megazero.mpu import meeting
 from megazero.mpu.meeting import Environment, MeetingError, meet
+from megazero.system.loopback import free_port
 
 SHORT_WAIT = 0.1
 """Minutes for which a rank waits for one that never comes: the others have the time to come on a busy machine."""
@@ -37,9 +38,7 @@ class End:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def be_rank(variables: dict[str, str], words: list[str], output: str) -> NoReturn:
