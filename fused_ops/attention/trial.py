@@ -113,9 +113,12 @@ def kernel_refusal(kind: str, dtype: torch.dtype) -> str | None:
 
 
 def static_support(asked: str, length: int | None) -> AttentionSupport:
-    """The support as far as it is known without using a device."""
+    """The support as far as it is known without using a device. A torch for processors comes without triton, which says
+    nothing of the machine that has the card: every torch for CUDA brings it.
+    """
     package = "" if is_installed() else MISSING
-    return AttentionSupport(asked, length, package=package, flex="" if find_spec("triton") else NO_TRITON)
+    lacks_triton = torch.version.cuda is not None and find_spec("triton") is None
+    return AttentionSupport(asked, length, package=package, flex=NO_TRITON if lacks_triton else "")
 
 
 @cache

@@ -580,8 +580,11 @@ def test_versions_are_those_of_torch(said: str | None, known: tuple[int, int], m
     assert versions() == (known, 91900)
 
 
-def test_without_triton_there_is_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_for_cards_without_triton_has_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for processors never has it, and a plan that is made with it is of a machine with cards."""
     monkeypatch.setattr(attention_trial, "find_spec", lambda name: None)
-    support = attention_trial.static_support("auto", 512)
-    found = choose(case(alibi=True), support)
-    assert found.body is Body.SOFTMAX and "triton" in found.reason
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    without = choose(case(alibi=True), attention_trial.static_support("auto", 512))
+    assert without.body is Body.SOFTMAX and "triton" in without.reason
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert choose(case(alibi=True), attention_trial.static_support("auto", 512)).body is Body.FLEX
