@@ -7,15 +7,17 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megazero.config.derive import leaving
+from megazero.config.derive import leaving, updates_early
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
+from megazero.pipeline.graphs import replayed
 from megazero.pipeline.measured import read_by_a_unit
 from megazero.pipeline.stage_specs import stage_specs
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.kernels import Constants, Kernels, constants_of
 from megazero.plan.cluster.messages import Messages, place_of
 from megazero.plan.cluster.unit_times import unit_timer
+from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.program.instruction import READ_LANES, WRITE_LANES, Lane
 from megazero.program.times import ChunkTimes
@@ -57,7 +59,7 @@ class ClusterRates:
     def times(self, run: Run, axes: Axes, kind: str) -> ChunkTimes:
         """The times of a rank's step in seconds. kind: of device, cpu or cuda."""
         plan = activation_plan(run, kind)
-        timer, table = unit_timer(self._while(run), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
+        timer, table = unit_timer(self._while(run, axes), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
         lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
@@ -78,13 +80,25 @@ class ClusterRates:
             at_once=self.stages_at_once(axes) if kind == "cpu" else None,
         )
 
-    def _while(self, run: Run) -> Cluster:
-        """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state."""
-        device, waking = self.cluster.device, self._constants.waking
-        if device.kind != "cpu" or not waking or not any(leaving(run).values()):
+    def _while(self, run: Run, axes: Axes) -> Cluster:
+        """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state, and
+        the host launches none of a micro-batch that is replayed.
+        """
+        device, launch = self.cluster.device, self._constants.launch
+        if device.kind == "cpu" and any(leaving(run).values()):
+            launch += self._constants.waking
+        if run.parallel.cuda_graphs:
+            launch *= self._launched(run, axes)
+        if launch == self._constants.launch:
             return self.cluster
-        constants = {**device.constants, "launch": self._constants.launch + waking}
-        return replace(self.cluster, device=replace(device, constants=MappingProxyType(constants)))
+        constants = MappingProxyType({**device.constants, "launch": launch})
+        return replace(self.cluster, device=replace(device, constants=constants))
+
+    def _launched(self, run: Run, axes: Axes) -> float:
+        """The share of a step's micro-batches that are not replayed."""
+        micro_batches = max(1, micro_batches_of(run, axes))
+        travels = axes.dp * axes.cp > 1 or updates_early(run.parallel, run.offload)
+        return 1 - len(replayed(micro_batches, travels)) / micro_batches
 
     def stages_at_once(self, axes: Axes) -> int | None:
         """How many stages a CPU computes at full speed, where their ranks are more than its cores; None: all."""
