@@ -8,10 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from fused_ops.fp8 import unavailable_reason
 from megazero.calibrate.effort import UNTIMED, Effort
-from megazero.calibrate.entry import WATTS, FittedDevice, MachineFacts, fitted_device
+from megazero.calibrate.entry import (
+    OF_COLLECTIVES,
+    WATTS,
+    FittedDevice,
+    MachineFacts,
+    fitted_device,
+    products_of,
+    steps_of,
+)
 from megazero.calibrate.ranks import measured
-from megazero.plan.cluster.hardware import NUMBERS, OPTIONAL, Device
+from megazero.plan.cluster.hardware import NUMBERS, OPTIONAL, FoundDevice, entry_of
 from megazero.system import device as devices
 from megazero.system import threads
 from megazero.system.durable import replace_file
@@ -78,6 +87,12 @@ def numbers_of_ranks(ranks: int | None, kind: str = "cpu") -> tuple[int, ...]:
     return tuple(sorted({*(1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most), most}))
 
 
+def effort_here(ranks: int | None) -> Effort:
+    """All that is measured on this machine. ranks: at most; None: as many as it suggests."""
+    kind = devices.kind("auto")
+    return Effort.of(kind, numbers_of_ranks(ranks, kind), has_fp8=kind == "cuda" and unavailable_reason(kind) is None)
+
+
 def calibrate(target: Path, name: str, effort: Effort, say: Callable[[str], None]) -> None:
     """Measure this machine and write its entry. say: gets a line for each number of ranks. Raises NotMeasured."""
     machine, fitted = machine_here(), list[FittedDevice]()
@@ -98,7 +113,8 @@ def machine_here() -> MachineFacts:
         return MachineFacts(kind, devices.name(device), host, host, float(os_cores()))
     facts = devices.card_facts(device)
     memory = float(devices.total_memory_bytes(device) or 1)
-    return MachineFacts(kind, devices.name(device), memory, host, float(facts["multiprocessors"]))
+    like = entry_of(FoundDevice(kind, devices.name(device), int(memory)))
+    return MachineFacts(kind, devices.name(device), memory, host, float(facts["multiprocessors"]), like)
 
 
 def line_of(one: FittedDevice) -> str:
@@ -126,8 +142,9 @@ def entry_lines(machine: MachineFacts, fitted: Sequence[FittedDevice], effort: E
     yield "# Each number of ranks was measured by itself, while all ranks did the same; the slowest rank counts."
     yield "# Rates: the fastest of 3 trials of 0.05 s. Messages: the median of 9."
     yield f"# Steps of runs: the median of {effort.steps}, behind {UNTIMED} that make what later ones find."
-    yield "# constants, flops in bf16 and fp32: fitted to the steps of the runs, by the arithmetic that predicts steps."
-    yield "# flops in other precisions: of a large product, with the mean share that these two reach in steps."
+    fits = ", ".join(sorted({products_of(run) for run in steps_of(first.device, first.measurements)}))
+    yield f"# constants, flops in {fits}: fitted to the steps of the runs, by the arithmetic that predicts steps."
+    yield "# flops in other precisions: of a large product, with the mean share that these reach in steps."
     yield "# ranks: what each rank has where so many share the machine; of other numbers a part of the nearest."
     yield "sources:"
     yield from (f"  {name}: {quoted(text)}" for name, text in sources(machine, fitted).items())
@@ -154,11 +171,19 @@ def sources(machine: MachineFacts, fitted: Sequence[FittedDevice]) -> Mapping[st
         on = f"{machine.name}, {words} of {counted(one.measurements.threads, 'thread')}"
         known[f"{MEASURED}-{ranks}"] = f"measured on {on}"
         known[f"{FITTED}-{ranks}"] = f"fitted to measured steps on {on}: {errors_words(one)}"
-    known[ASSUMED] = (
-        f"not measured: {WATTS:g} W a core; links between nodes, which one machine does not have; and what a processor "
-        "has not: launches beside its kernels, odd rows, messages that it does not carry itself"
-    )
+    known[ASSUMED] = _assumed(machine)
     return known
+
+
+def _assumed(machine: MachineFacts) -> str:
+    """Of what is not measured, where it comes from."""
+    if machine.kind == "cpu":
+        return (
+            f"not measured: {WATTS:g} W a core; links between nodes, which one machine does not have; and what a "
+            "processor has not: launches beside its kernels, odd rows, messages that it does not carry itself"
+        )
+    others = "assumed" if machine.like is None else f"of the entry {machine.like.name}"
+    return f"not measured: watts, links and messages: {others}; odd rows and what hides the host's work: assumed"
 
 
 def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
@@ -168,7 +193,7 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
         source = f"{MEASURED}-{ranks}"
         if name in _OF_SYSTEM:
             source = SYSTEM
-        elif name in _ASSUMED:
+        elif name in _ASSUMED or (device.kind == "cuda" and ranks == 1 and name == "inside"):
             source = ASSUMED
         return f"[{value if isinstance(value, str) else f'{value:.4g}'}, {source}]"
 
@@ -180,11 +205,14 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
             yield f"{indent}{name}: {pair(name, value)}"
     yield f"{indent}interconnect: {pair('interconnect', device.interconnect)}"
     yield f"{indent}constants:"
-    yield from _constant_lines(device, ranks, f"{indent}  ")
+    yield from _constant_lines(one, f"{indent}  ")
 
 
-def _constant_lines(device: Device, ranks: int, indent: str) -> Iterator[str]:
-    for name, value in device.constants.items():
-        of_ranks = MEASURED if name in ("group", "compiler", "update", "waking") else FITTED
-        source = ASSUMED if name in _ASSUMED else f"{of_ranks}-{ranks}"
+def _constant_lines(one: FittedDevice, indent: str) -> Iterator[str]:
+    ranks, updates = one.measurements.ranks, () if one.device.kind == "cuda" else ("update",)
+    measured = {*one.measurements.memory, "waking", *updates}
+    for name, value in one.device.constants.items():
+        source = f"{MEASURED if name in measured else FITTED}-{ranks}"
+        if name in _ASSUMED or (one.device.kind == "cuda" and ranks == 1 and name in OF_COLLECTIVES):
+            source = ASSUMED
         yield f"{indent}{name}: [{value:.4g}, {source}]"

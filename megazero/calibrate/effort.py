@@ -14,9 +14,13 @@ GROUPS = 2
 """Groups that the ranks of the first process make, to see what one takes."""
 
 
+def _shape(layers: int, hidden: int, length: int, vocabulary: int) -> Flags:
+    words = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64}"
+    return tuple(f"{words} --seq-length {length} --vocab-size {vocabulary}".split())
+
+
 def _job(layers: int, hidden: int, length: int, vocabulary: int, precision: str, others: str = "") -> Flags:
-    shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {length}"
-    return tuple(f"{shape} --vocab-size {vocabulary} --precision {precision} {others}".split())
+    return (*_shape(layers, hidden, length, vocabulary), "--precision", precision, *others.split())
 
 
 FIRST = (
@@ -39,22 +43,68 @@ SECOND = (
 """
 
 
+def _on_card(layers: int, hidden: int, length: int, vocabulary: int, precision: str, others: str = "") -> Flags:
+    # with positions for which a GPU's own library has attention: others compile it, once for each shape
+    return _job(layers, hidden, length, vocabulary, precision, f"--position-embedding rotary {others}")
+
+
+CARD = (
+    _on_card(2, 1024, 1024, 32768, "bf16", "--micro-batch-size 8"),
+    _on_card(24, 256, 256, 1024, "bf16"),
+    _on_card(2, 4096, 2048, 32768, "bf16", "--micro-batch-size 2"),
+    _on_card(4, 2048, 2048, 16384, "bf16", "--micro-batch-size 4 --recompute-granularity full"),
+    _on_card(2, 2048, 8192, 8192, "bf16"),
+    _on_card(12, 768, 1024, 50304, "bf16"),
+    _on_card(1, 2048, 1024, 131072, "bf16", "--micro-batch-size 4"),
+    _on_card(1, 8192, 512, 4096, "bf16"),
+    _on_card(8, 512, 512, 8192, "bf16", "--micro-batch-size 32"),
+    _on_card(2, 3072, 1024, 8192, "bf16", "--micro-batch-size 8 --recompute-granularity selective"),
+    _on_card(4, 1024, 1024, 8192, "fp16", "--micro-batch-size 8"),
+    _on_card(2, 4096, 1024, 8192, "fp16", "--micro-batch-size 4"),
+    _on_card(2, 1024, 512, 8192, "fp32", "--micro-batch-size 8"),
+    _on_card(12, 256, 256, 1024, "fp32", "--micro-batch-size 2"),
+)
+"""Runs on a GPU: of rows that fill it and of rows that do not, of many parameters for few tokens, of attention that
+costs most, of a head that does, and of so small kernels that their launches count.
+"""
+CARD_FP8 = (
+    _on_card(2, 4096, 2048, 8192, "bf16", "--micro-batch-size 4 --fp8"),
+    _on_card(4, 2048, 1024, 8192, "bf16", "--micro-batch-size 8 --fp8"),
+)
+"""The same of products of 8 bits, where the GPU has them."""
+PRODUCT = _shape(1, 768, 1024, 1024)
+CARD_PRODUCT = _shape(1, 8192, 4096, 1024)
+"""The runs whose product is timed, and whose model state is updated, in each precision."""
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much is measured.
 
     ranks       numbers of ranks that share the machine, each measured by itself
     runs        the runs of a process, by process. The first one has all ranks as its replicas
-    steps       steps of a run that are timed
+    steps       times at which a run is timed
+    turn        steps of each of these: a GPU's host goes on to the next step before the GPU has ended one
     precisions  of products
+    product     the run whose product is timed
     largest     bytes of the largest message, a quarter of what is copied
     """
 
     ranks: tuple[int, ...] = (1, 2, 4)
     runs: tuple[tuple[Flags, ...], ...] = (FIRST, SECOND)
     steps: int = 7
+    turn: int = 1
     precisions: tuple[str, ...] = ("bf16", "fp32", "fp16", "fp64")
+    product: Flags = PRODUCT
     largest: int = 1 << 24
+
+    @classmethod
+    def of(cls, kind: str, ranks: tuple[int, ...], *, has_fp8: bool = False) -> Effort:
+        """All that is measured on devices of a kind (cpu or cuda). has_fp8: whether a GPU has products of 8 bits."""
+        if kind == "cpu":
+            return cls(ranks)
+        runs, precisions = CARD + CARD_FP8 * has_fp8, (*cls.precisions, *["fp8"] * has_fp8)
+        return cls(ranks, (runs,), 5, 4, precisions, CARD_PRODUCT, 1 << 30)
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -64,7 +114,8 @@ class Effort:
         """What `text` has written."""
         given: dict[str, Any] = json.loads(text)
         runs = tuple(tuple(tuple(words) for words in process) for process in given["runs"])
-        return cls(tuple(given["ranks"]), runs, given["steps"], tuple(given["precisions"]), given["largest"])
+        lists = {name: tuple(given[name]) for name in ("ranks", "precisions", "product")}
+        return cls(**{**given, **lists, "runs": runs})
 
 
 @dataclass(frozen=True)
@@ -73,7 +124,7 @@ class MeasuredRun:
 
     ranks    its own: all of the machine are its replicas, or each makes such a run by itself, at the same time
     seconds  the median of a step, of the slowest rank
-    memory   the most bytes of the fullest process, where it had made no run before; None: it had
+    memory   the most bytes of the fullest process. None: it had made a run before, whose memory nobody tells apart
     """
 
     flags: Flags
@@ -90,7 +141,8 @@ class RankMeasurements:
     flops           operations of products in a second, by precision
     rates           amounts in a second by name: bandwidth, host, update_host, read, write; the share `beside`, and the
                     seconds `waking`
-    memory          bytes beside tensors by name: of a `group`, and of the `compiler`; {} where they were not measured
+    memory          bytes beside tensors by name: of a CPU those of a `group`, and of the `compiler`; of a GPU those of
+                    the driver's `context`; {} where they were not measured
     collectives     (bytes by the convention of `Group.traffic`, seconds) over all ranks
     stages          (bytes, seconds) of messages between two ranks, while all ranks send
     runs            the runs that were timed

@@ -27,8 +27,19 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "thin": (0.2, 1.3),
     }
 )
-"""What each constant may be that is fitted to steps. Kernels whose bytes are in a cache may exceed the rate of memory,
-and those that compute much stay below it. No kernel of attention multiplies faster than products do.
+"""What each constant of a CPU may be that is fitted to steps. Kernels whose bytes are in a cache may exceed the rate of
+memory, and those that compute much stay below it. No kernel of attention multiplies faster than products do.
+"""
+CARD_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "attention": (0.2, 1.0),
+        "bandwidth": (0.2, 2.0),
+        "launch": (1e-6, 1e-4),
+        "update": (7.0, 100.0),
+    }
+)
+"""The same of a GPU, whose host launches kernels beside others. What an update moves is fitted, because a timed update
+of `train.measured_rates` waits for the device each time.
 """
 SHARES = (0.25, 1.3)
 """What products may reach in steps, of what a large one reaches alone, in each precision that is in the runs."""
@@ -42,11 +53,17 @@ START = Constants(
 """Where a fit begins. A processor launches its kernels and carries its messages itself, so that nothing of these hides
 behind anything; no length of a row is odd for it; and one machine has no links between nodes.
 """
+HIDING_ON_CARDS = 20.0
+"""`Constants.hiding` of cards: an H200's steps took what its host took, or what the card took, whichever was longer."""
 ALIGNED_ON_CARDS = 3.0
 """`Constants.misaligned` of tensor cores, as fitted to an A100."""
-WATTS = 15.0
-"""Of a core, as assumed."""
-NO_LINK = Link("eth10", 1.25e9, 25e-6)
+WATTS, CARD_WATTS = 15.0, 500.0
+"""Of a core, and of a card that nobody knows, as assumed."""
+BETWEEN_CARDS = ("straggling", "between", "strided", "blocking")
+"""Constants that one machine's cards do not show."""
+OF_COLLECTIVES = ("latency", "inside")
+"""Constants that one card alone does not show either."""
+NO_LINKS, NO_LINK = "1xeth10", Link("eth10", 1.25e9, 25e-6)
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class FittedDevice:
 @dataclass(frozen=True)
 class MachineFacts:
     """What is known of the machine without measuring. memory: bytes for all ranks; cores: processors, or of a GPU its
-    own.
+    own; like: of a GPU the entry of our file that has its name, None if there is none.
     """
 
     kind: str
@@ -71,6 +88,19 @@ class MachineFacts:
     memory: float
     host_memory: float
     cores: float
+    like: Device | None = None
+
+    @property
+    def watts(self) -> float:
+        """Under load."""
+        if self.kind == "cpu":
+            return WATTS * self.cores
+        return CARD_WATTS if self.like is None else self.like.watts
+
+    def unseen(self, ranks: int) -> dict[str, float]:
+        """The constants of messages that so many cards of one machine do not show, where others of their kind did."""
+        names = BETWEEN_CARDS + OF_COLLECTIVES * (ranks == 1)
+        return {} if self.like is None else {name: self.like.constants[name] for name in names}
 
 
 def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasurements) -> FittedDevice:
@@ -85,11 +115,11 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
         MappingProxyType(dict(measurements.flops)),
         rates["bandwidth"],
         machine.cores,
-        inside or rates["bandwidth"],
+        inside or (rates["bandwidth"] if machine.like is None else machine.like.inside),
         rates["to_host"],
         machine.host_memory / measurements.ranks,
-        WATTS * machine.cores / shared,
-        "1xeth10",
+        machine.watts / shared,
+        NO_LINKS if machine.like is None else machine.like.interconnect,
         update_host=rates["update_host"],
         read=rates.get("read"),
         write=rates.get("write"),
@@ -100,11 +130,12 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
     if measurements.stages:
         start = replace(start, stages=message_times(measurements.stages, 2, halves=False)[1] / device.inside)
     if machine.kind == "cuda":
-        start = replace(start, hiding=4.0, misaligned=ALIGNED_ON_CARDS)
+        stages = start.stages if measurements.stages else 0.0  # as collectives
+        unseen = {"stages": stages, **machine.unseen(measurements.ranks)}
+        start = replace(start, hiding=HIDING_ON_CARDS, misaligned=ALIGNED_ON_CARDS, **unseen)
     device, errors = fit_steps(device, start, measurements)
-    context, holes = fit_memory(device, measurements)
-    beside = {**measurements.memory, "context": context, "holes": holes}
-    known = {**device.constants, **beside}
+    beside = beside_on_card(device, measurements) if machine.kind == "cuda" else fit_memory(device, measurements)
+    known = {**device.constants, **measurements.memory, **beside}
     return FittedDevice(replace(device, constants=MappingProxyType(known)), measurements, tuple(errors))
 
 
@@ -145,19 +176,25 @@ def planned(run: Run, device: Device, ranks: int) -> ClusterStep:
     return ClusterStep(run, Cluster(device, ranks, ranks, 1, NO_LINK))
 
 
+def products_of(run: Run) -> str:
+    """The key in `Device.flops` of most products of a run."""
+    return run.optimizer.precision if run.optimizer.fp8 == "off" else "fp8"
+
+
 def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) -> tuple[Device, list[float]]:
     """(the device with what its products reach in steps, and its constants, the errors of the runs)."""
-    runs = steps_of(device, measurements)
-    precisions = sorted({run.optimizer.precision for run in runs} & {*device.flops})
+    runs, of_kind = steps_of(device, measurements), BOUNDS if device.kind == "cpu" else CARD_BOUNDS
+    precisions = sorted({products_of(run) for run in runs} & {*device.flops})
     seconds = np.array([each.seconds for each in measurements.runs])
 
     def known(logarithms: Floats) -> Device:
         values = np.exp(logarithms).tolist()
-        shares, constants = values[: len(precisions)], dict(zip(BOUNDS, values[len(precisions) :], strict=True))
+        shares, constants = values[: len(precisions)], dict(zip(of_kind, values[len(precisions) :], strict=True))
         of_runs = dict(zip(precisions, shares, strict=True))
         others = float(np.exp(np.mean(np.log(shares)))) if shares else 1.0
         flops = {name: rate * of_runs.get(name, others) for name, rate in device.flops.items()}
-        constants["update"] = update_bytes(measurements.rates, constants["bandwidth"])
+        if "update" not in of_kind:
+            constants["update"] = update_bytes(measurements.rates, constants["bandwidth"])
         fitted_constants = MappingProxyType(asdict(replace(start, **constants)))
         return replace(device, flops=MappingProxyType(flops), constants=fitted_constants)
 
@@ -166,16 +203,27 @@ def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) 
         steps = [planned(run, known(logarithms), each.ranks) for run, each in pairs]
         return np.asarray(np.log(np.array([step.seconds for step in steps]) / seconds))
 
-    bounds = [SHARES] * len(precisions) + [*BOUNDS.values()]
+    bounds = [SHARES] * len(precisions) + [*of_kind.values()]
     low, high = (np.log([bound[side] for bound in bounds]) for side in (0, 1))
-    first = [START_SHARE] * len(precisions) + [getattr(start, name) for name in BOUNDS]
+    first = [START_SHARE] * len(precisions) + [getattr(start, name) for name in of_kind]
     values = fitted(errors, np.clip(np.log(first), low, high), (low, high), np.ones(len(runs)), ROUNDS)
     return known(values), np.expm1(errors(values)).tolist()
 
 
-def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, float]:
-    """(bytes that every process takes beside its tensors, share of what comes and goes in a step that it takes for
-    holes), of the runs that were the first of their processes. What only some runs take is left out (`beside_tensors`).
+def beside_on_card(device: Device, measurements: RankMeasurements) -> dict[str, float]:
+    """{"fragmentation": the share of a run's tensors that the allocator takes beside them, of all runs whose memory is
+    known}. Of small runs whole segments are a large share, so each counts by its bytes.
+    """
+    pairs = zip(measurements.runs, steps_of(device, measurements), strict=True)
+    known = [(each.memory, planned(run, device, 1).tensors) for each, run in pairs if each.memory is not None]
+    taken, tensors = (float(sum(each)) for each in zip(*known, strict=True)) if known else (1.0, 1.0)
+    return {"fragmentation": max(0.0, taken / tensors - 1)}
+
+
+def fit_memory(device: Device, measurements: RankMeasurements) -> dict[str, float]:
+    """{"context": bytes that every process takes beside its tensors, "holes": share of what comes and goes in a step
+    that it takes for holes}, of the runs that were the first of their processes. What only some runs take is left out
+    (`beside_tensors`).
     """
     first = [
         (float(each.memory), planned(run, device, each.ranks))
@@ -188,4 +236,4 @@ def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, f
     context, holes = np.linalg.lstsq(columns, own, rcond=None)[0] if len(taken) > 1 else (0.0, -1.0)
     if holes < 0.0:  # less than none is noise
         context, holes = float(np.median(own)), 0.0
-    return max(0.0, float(context)), float(holes)
+    return {"context": max(0.0, float(context)), "holes": float(holes)}

@@ -6,6 +6,7 @@ only runs of their own.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fused_ops.fp8 import E4M3, empty, fill, product
 from fused_ops.native import library
 from megazero.calibrate.effort import GROUPS, UNTIMED, Effort, Flags, MeasuredRun, RankMeasurements
 from megazero.calibrate.runs import run_of
@@ -49,9 +51,9 @@ DISK_BYTES, DISK_SECONDS = 64 << 20, 0.2
 """Of the file that is written and read, and for how long."""
 WOKEN = 1 << 17
 """Elements of a tensor that a kernel divides among threads, and that a cache holds."""
+OF_8_BITS = 8192
+"""Rows and columns of the matrices of FP8 whose product is timed."""
 DISKS = "--offload-optimizer", "nvme", "--nvme-path"
-PRODUCT = "--num-layers 1 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 1024"
-"""The run whose product is timed, and whose model state is updated."""
 
 
 class RandomRows:
@@ -74,13 +76,16 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
     together = run_of(first, ranks, kind)
     with launch(together, environment) as grid:
         group = 0 if process else _group_bytes(grid)
-        whole = _timed(first, together, grid, grid, effort.steps)
+        whole = _timed(first, together, grid, grid, effort)
         timed = [replace(whole, memory=(whole.memory or 0) - GROUPS * group)]
         memory = {} if process else {"compiler": float(_compiler_bytes(grid)), "group": float(group)}
         alone = single_process_grid(grid.device)
         for words in others:
-            of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort.steps)
-            timed.append(replace(of_others, memory=None))  # it has what was there before, too
+            of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort)
+            # a CPU's process has what was there before, too
+            timed.append(of_others if kind == "cuda" else replace(of_others, memory=None))
+        if kind == "cuda":
+            memory = {"context": float(devices.context_bytes(grid.device))}  # with the kernels of all runs
         known = RankMeasurements(ranks, torch.get_num_threads(), {}, {}, memory, (), (), tuple(timed))
         if process:
             return known
@@ -113,26 +118,32 @@ def _compiler_bytes(grid: ProcessGrid) -> int:
     return int(added)
 
 
-def _timed(words: Flags, run: Run, grid: ProcessGrid, machine: ProcessGrid, steps: int) -> MeasuredRun:
-    """The steps of a run on a grid, which is that of all ranks of the machine or this rank alone."""
+def _timed(words: Flags, run: Run, grid: ProcessGrid, machine: ProcessGrid, effort: Effort) -> MeasuredRun:
+    """The steps of a run on a grid, which is that of all ranks of the machine or this rank alone. Its memory is what
+    its tensors take on a GPU, and what the process has on a CPU.
+    """
+    gc.collect()  # a run that has ended lies in cycles
+    devices.forget_peaks(grid.device)
     prepared = prepare(run, grid.axes.world_size, silent, OwnData(RandomRows(run)))
     with closing(build_job(prepared, grid)) as job:
-        for _ in range(UNTIMED):
-            _step(job)
+        _turn(job, UNTIMED)
         barrier(machine.world)
-        seconds = statistics.median(_step(job) for _ in range(steps))
-        memory = devices.peak_memory_bytes(grid.device)
+        seconds = statistics.median(_turn(job, effort.turn) for _ in range(effort.steps))
+        memory = devices.peak_reserved_bytes(grid.device) or devices.peak_memory_bytes(grid.device)
         job.trainer.batches.close()
         barrier(machine.world)  # until all have ended, none goes on
     slowest, most = _largest([seconds, float(memory)], machine)
     return MeasuredRun(words, grid.axes.world_size, slowest, int(most))
 
 
-def _step(job: Job) -> float:
-    seconds = job.trainer.train_step(stop=False).step_seconds
+def _turn(job: Job, steps: int) -> float:
+    """The seconds of each of so many steps, between which a GPU's host does not wait."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        job.trainer.train_step(stop=False)
+        job.trainer.after_step()
     devices.synchronize(job.grid.device)
-    job.trainer.after_step()
-    return seconds
+    return (time.perf_counter() - began) / steps
 
 
 def _largest(values: Sequence[float], grid: ProcessGrid) -> list[float]:
@@ -147,8 +158,11 @@ def _rates(grid: ProcessGrid, folder: Path, effort: Effort) -> tuple[dict[str, f
     """(operations of products in a second by precision, other amounts in a second)."""
     flops, rates = dict[str, float](), dict[str, float]()
     for precision in effort.precisions:
+        if precision == "fp8":
+            flops[precision] = _flops_of_8_bits(grid)
+            continue
         disks = [] if rates else [*DISKS, str(folder)]  # once
-        words = [*PRODUCT.split(), "--precision", precision, *disks]
+        words = [*effort.product, "--precision", precision, *disks]
         run = run_of(words, grid.axes.world_size, grid.device.type)
         measured = measured_rates(run, grid).plain()
         flops[precision] = measured["flops"]
@@ -161,6 +175,18 @@ def _rates(grid: ProcessGrid, folder: Path, effort: Effort) -> tuple[dict[str, f
     barrier(grid.world)
     bandwidth, carried, waking = _largest([-own, -_carried(folder), _waking(grid.device)], grid)
     return flops, {**rates, "bandwidth": -bandwidth, "carried": -carried, "waking": waking}
+
+
+def _flops_of_8_bits(grid: ProcessGrid) -> float:
+    """Operations of a product of copies in FP8 in a second, of the slowest rank."""
+    matrix = torch.randn(OF_8_BITS, OF_8_BITS, device=grid.device, dtype=torch.bfloat16)
+    copied = empty(matrix, E4M3, transposed=False)
+    fill("weight", matrix, copied)
+    a, inverse = copied.values, copied.inverse
+    work = Work(lambda: product(a, a, inverse, inverse, torch.bfloat16), 2.0 * OF_8_BITS**3)
+    barrier(grid.world)
+    (slowest,) = _largest([-per_second(work, grid.device)], grid)
+    return -slowest
 
 
 def _waking(device: torch.device) -> float:

@@ -96,10 +96,8 @@ def main(argv: Sequence[str]) -> int:
 
 def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None = None) -> int:
     """Measure this machine, write its entry, and return the status. effort: how much is measured; None: all."""
-    from megazero.calibrate.calibration import DEFAULT_NAME, calibrate, numbers_of_ranks, require_calibration
-    from megazero.calibrate.effort import Effort
+    from megazero.calibrate.calibration import DEFAULT_NAME, calibrate, effort_here, require_calibration
     from megazero.calibrate.ranks import NotMeasured
-    from megazero.system.device import kind
 
     name = (args.gpu or DEFAULT_NAME).lower()
 
@@ -108,7 +106,7 @@ def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None 
         if words := [*map(flag_of, given), *run_flags]:
             raise ConfigError([f"{' '.join(words)}: --calibrate takes --gpu NAME, of its entry, and --gpus N alone"])
         require_calibration(args.calibrate, name, args.gpus)
-        much = Effort(ranks=numbers_of_ranks(args.gpus, kind("auto"))) if effort is None else effort
+        much = effort_here(args.gpus) if effort is None else effort
         calibrate(args.calibrate, name, much, lambda line: print(line, flush=True))
         print(f"{args.calibrate}: megazero plan --hardware {args.calibrate} --gpu {name} --gpus N ...")
 

@@ -159,6 +159,31 @@ def memory_bytes(device: torch.device) -> int:
     return _status_bytes("VmRSS") or 0
 
 
+def context_bytes(device: torch.device) -> int:
+    """What a CUDA device has in use beside the memory of torch's allocator: the driver's context with its kernels, and
+    whatever other processes have there. 0 on a CPU.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """The most that torch's allocator has had of a CUDA device, with what it could not use. 0 on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Give unused memory of a CUDA device back, and count its peaks from now on. Nothing on a CPU, where the peak of a
+    process is the system's.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def total_memory_bytes(device: torch.device) -> int | None:
     """Memory of the GPU, or for the CPU that of the machine, which all its ranks share; None if it is not known."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_bytes("MemTotal")

@@ -9,10 +9,21 @@ from types import MappingProxyType
 
 import pytest
 
-from megazero.calibrate.effort import FIRST, SECOND, MeasuredRun, RankMeasurements
-from megazero.calibrate.entry import START, MachineFacts, fitted_device, message_times, planned
+from megazero.calibrate.calibration import entry_lines
+from megazero.calibrate.effort import CARD, CARD_FP8, FIRST, SECOND, Effort, MeasuredRun, RankMeasurements
+from megazero.calibrate.entry import (
+    ALIGNED_ON_CARDS,
+    BETWEEN_CARDS,
+    HIDING_ON_CARDS,
+    OF_COLLECTIVES,
+    START,
+    MachineFacts,
+    fitted_device,
+    message_times,
+    planned,
+)
 from megazero.calibrate.runs import run_of
-from megazero.plan.cluster.hardware import Device
+from megazero.plan.cluster.hardware import Device, known_hardware
 from megazero.plan.cluster.shared_pages import shared_bytes
 
 TRUE: Mapping[str, float] = MappingProxyType(
@@ -110,3 +121,35 @@ def test_less_than_the_tensors_is_noise() -> None:
 
 def test_measurements_pass_between_processes_as_they_are() -> None:
     assert RankMeasurements.read(measured(2).text()) == measured(2)
+
+
+CARD_TRUE: Mapping[str, float] = MappingProxyType({"attention": 0.6, "bandwidth": 0.7, "launch": 4e-5, "update": 21.0})
+CARD_LARGE = {"bf16": 8e14, "fp16": 7e14, "fp32": 5e13, "fp8": 1.5e15, "fp64": 6e13}
+CARD_SHARES = {"bf16": 0.9, "fp16": 0.8, "fp32": 0.95, "fp8": 0.7}
+CARD_RATES = {"to_host": 5e10, "update": 3e11, "update_host": 1e10, "bandwidth": 4e12}
+
+
+def test_a_card_is_fitted_by_runs_of_its_own_and_has_what_it_does_not_show_of_its_kind() -> None:
+    like = known_hardware(None).cluster("h200", 1, None, None).device
+    unseen = {name: like.constants[name] for name in (*BETWEEN_CARDS, *OF_COLLECTIVES)}
+    start = replace(START, hiding=HIDING_ON_CARDS, misaligned=ALIGNED_ON_CARDS, **unseen)
+    constants = MappingProxyType(asdict(replace(start, **CARD_TRUE)))
+    flops = MappingProxyType({name: share * CARD_LARGE[name] for name, share in CARD_SHARES.items()})
+    true = Device("x", "cuda", 1.5e11, flops, 4e12, 132.0, like.inside, 5e10, 1e11, 700.0, "8xndr", constants)
+    runs = list[MeasuredRun]()
+    for words in (*CARD, *CARD_FP8):
+        step = planned(run_of(words, 1, "cuda"), true, 1)
+        runs.append(MeasuredRun(words, 1, step.seconds, round(1.03 * step.tensors)))
+    runs[2] = replace(runs[2], memory=None)  # one that nobody knows is left out
+    machine = MachineFacts("cuda", "a card", 1.5e11, 1e11, 132.0, like)
+    told = RankMeasurements(1, 16, CARD_LARGE, CARD_RATES, {"context": 1.4e9}, (), (), tuple(runs))
+    fitted = fitted_device("here", machine, told)
+    known = fitted.device.constants
+    assert {name: known[name] for name in CARD_TRUE} == pytest.approx(dict(CARD_TRUE), rel=0.03)
+    reached = {name: fitted.device.flops[name] / CARD_LARGE[name] for name in CARD_SHARES}
+    assert reached == pytest.approx(CARD_SHARES, rel=0.03)
+    assert {name: known[name] for name in unseen} == unseen and known["context"] == 1.4e9
+    assert known["fragmentation"] == pytest.approx(0.03, abs=1e-4)
+    assert (fitted.device.watts, fitted.device.inside, fitted.device.interconnect) == (700.0, like.inside, "8xndr")
+    lines = "\n".join(entry_lines(machine, [fitted], Effort.of("cuda", (1,))))
+    assert "flops in bf16, fp16, fp32, fp8: fitted" in lines and "messages: of the entry h200" in lines
