@@ -32,6 +32,7 @@ from megazero.plan.cluster.fit import fitted as least_errors
 from megazero.plan.cluster.hardware import Cluster, known_hardware
 from megazero.plan.cluster.kernels import Constants, constants_of
 from megazero.plan.cluster.predict import RowStep
+from megazero.plan.cluster.programs import Program
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.cluster.unit_times import UnitTimer, unit_seconds
 from megazero.plan.rank_state import has_nccl, micro_batches_of
@@ -59,20 +60,19 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "inside": (0.5, 0.8),
         "between": (0.4, 1.0),
         "strided": (0.13, 1.0),
-        "blocking": (0.45, 1.0),
         "update": (28.0, 28.01),
     }
 )
 """What each constant may be. No share exceeds what is published of the best kernels and collectives: 0.89 of 312
-TFLOP/s and 0.8 of 300 GB/s. Adam moves 28 bytes for a parameter. Pipelines of those programs wait for their messages,
-and rows that no constant explains do not take a ninth of the links' rate from others.
+TFLOP/s and 0.8 of 300 GB/s. Adam moves 28 bytes for a parameter. Rows that
+no constant explains do not take a ninth of the links' rate from others.
 """
 START = Constants(0.88, 0.75, 3.0, 1.36e-5, 7.0, 0.027, 1.2e-4, 0.79, 0.98, 0.125, 0.5, 28.0)
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A row and its run. seconds: measured, of a step."""
+    """A row and its run. seconds: measured, of a step; program: whose run it is."""
 
     table: str
     row: Mapping[str, str]
@@ -80,6 +80,7 @@ class MeasuredRow:
     axes: Axes
     cluster: Cluster
     seconds: float
+    program: Program
 
     @property
     def model(self) -> str:
@@ -97,7 +98,7 @@ class MeasuredRow:
 
     @property
     def fits(self) -> bool:
-        return RowStep(self.run, self.cluster, run_of_row(self.row).program).fits
+        return RowStep(self.run, self.cluster, self.program).fits
 
 
 def measured_rows(folder: Path, table: str) -> list[MeasuredRow]:
@@ -112,13 +113,15 @@ def measured_rows(folder: Path, table: str) -> list[MeasuredRow]:
             cluster = hardware.cluster(said.gpu, said.gpus, said.nodes_of, said.interconnect)
             for words in said.choices:
                 run = parse_run(words, said.gpus, lambda path: ConfigSource(path, unread=True))
-                rows.append(MeasuredRow(table, row, run, axes_of(run, said.gpus), cluster, float(seconds)))
+                rows.append(
+                    MeasuredRow(table, row, run, axes_of(run, said.gpus), cluster, float(seconds), said.program)
+                )
     return rows
 
 
 def predicted(row: MeasuredRow) -> float:
     """The seconds of a step, in the simulation of its lists."""
-    times = ClusterRates(row.cluster).times(row.run, row.axes, "cuda")
+    times = ClusterRates(row.cluster, row.program).times(row.run, row.axes, "cuda")
     lists = StageLists(row.run, row.axes, nccl=has_nccl(row.run.parallel, row.axes))
     stages = [lists.of(stage) for stage in range(row.axes.pp)]
     shapes = [stage.shape for stage in stages]
@@ -179,7 +182,7 @@ def closed_form(works: Sequence[RowWork], constants: Constants) -> Floats:
     known = dict[tuple[int, Cluster], float]()
     for number, work in enumerate(works):
         cluster = replace(work.row.cluster, device=made[id(work.row.cluster.device)])
-        rates, axes = ClusterRates(cluster), work.row.axes
+        rates, axes = ClusterRates(cluster, work.row.program), work.row.axes
         node = replace(cluster, gpus=min(cluster.gpus, cluster.nodes_of))
 
         def unit(case: MeasuredCase, node: Cluster = node) -> float:
@@ -188,7 +191,7 @@ def closed_form(works: Sequence[RowWork], constants: Constants) -> Floats:
                 known[key] = sum(unit_seconds(case, node))
             return known[key]
 
-        message = rates.message(axes, work.hidden)
+        message = rates.message(work.row.run, axes, work.hidden)
         ends, virtual = axes.pp - 1, work.row.run.parallel.virtual_stages
         stages = [
             sum(map(unit, cases)) + 2 * virtual * rates.blocked(message) * ((stage > 0) + (stage < ends))
@@ -210,12 +213,15 @@ def fitted(works: Sequence[RowWork], weights: Floats, start: Constants = START, 
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
     measured = np.array([work.row.seconds for work in works])
 
+    def made(values: Floats) -> Constants:
+        return replace(start, **dict(zip(names, values.tolist(), strict=True)))
+
     def off(values: Floats) -> Floats:
-        return np.log(closed_form(works, Constants(*values)) / measured)
+        return np.log(closed_form(works, made(values)) / measured)
 
     first = np.array([asdict(start)[name] for name in names])
     values = least_errors(off, first, (low, high), weights, rounds)
-    return Constants(*values.tolist())
+    return made(values)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster, Device, Link, known_hardware
 from megazero.plan.cluster.kernels import Constants, Kernels, constants_of, tiled_flops
 from megazero.plan.cluster.messages import Messages, place_of
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON, OURS, Program
 from megazero.program.instruction import Lane
 from megazero.program.times import ChunkTimes
 from tests.plan.test_activations import parsed
@@ -122,6 +123,26 @@ def test_a_step_takes_the_sum_of_its_units_and_its_messages() -> None:
     assert computed == pytest.approx(alone.forward[0])
     assert alone.per_byte[Lane.SHARDS] == 7 / 8 / (300e9 * constants.inside)
     assert not alone.waits and times("--micro-batch-size 4 --no-overlap", 8).waits
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "parts", "waited"),
+    [
+        (OURS, "", (1, 1), 0.25),
+        (MEGATRON, "", (4, 4), 1.0),
+        (DEEPSPEED_BF16, "", (4, 1), 1.0),
+        (MEGATRON, "--sequence-parallel", (1, 1), 1.0),  # each rank has a part of its own
+    ],
+)
+def test_stages_send_as_their_program_does(program: Program, words: str, parts: tuple[int, int], waited: float) -> None:
+    """parts: of forward and of backward, in which hidden states travel; waited: share for which stages wait."""
+    run, many, nbytes = parsed(f"{MODEL} --tp 4 --pp 2 --partition 2 2 --device cuda {words}", 64), cluster(64), 2**24
+    many = replace(many, device=replace(many.device, constants=MappingProxyType(asdict(PLAIN))))
+    messages, rates = Messages(many, PLAIN), ClusterRates(many, program)
+    gathers = {1: 0.0, 4: messages.collective(place_of(4, 1, 8), nbytes)}
+    each = [messages.between_stages(32, nbytes // number) + gathers[number] for number in parts]
+    assert rates.message(run, axes_of(run, 64), nbytes) == pytest.approx(sum(each) / 2)
+    assert rates.blocked(3.0) == 3.0 * waited
 
 
 def test_more_work_takes_longer() -> None:

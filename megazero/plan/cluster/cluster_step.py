@@ -193,9 +193,13 @@ class ClusterStep:
         """The bytes of host memory of the rank that takes most of it."""
         return max(taken.host_bytes for taken in self._all_taken)
 
+    @property
+    def rates(self) -> ClusterRates:
+        return ClusterRates(self.cluster)
+
     @cached_property
     def times(self) -> ChunkTimes:
-        return ClusterRates(self.cluster).times(self.run, self.axes, self.kind)
+        return self.rates.times(self.run, self.axes, self.kind)
 
     @cached_property
     def least_seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from megazero.pipeline.stage_specs import stage_specs
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.kernels import Constants, Kernels, constants_of
 from megazero.plan.cluster.messages import Messages, place_of
+from megazero.plan.cluster.programs import OURS, Program
 from megazero.plan.cluster.unit_times import unit_timer
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
@@ -35,9 +37,10 @@ class LaneTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """What turns a run into seconds on a cluster, as `plan.placed_step.TimeModel`."""
+    """What turns a run into seconds on a cluster, as `plan.placed_step.TimeModel`. program: whose run it is."""
 
     cluster: Cluster
+    program: Program = OURS
 
     @property
     def has_disks(self) -> bool:
@@ -61,7 +64,7 @@ class ClusterRates:
         plan = activation_plan(run, kind)
         timer, table = unit_timer(self._while(run, axes), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
-        lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
+        lanes, message = self.lanes(axes), self.message(run, axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
         blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
         device = self.cluster.device
@@ -107,13 +110,23 @@ class ClusterRates:
             return None
         return max(1, int(cores * axes.pp // ranks))
 
-    def message(self, axes: Axes, nbytes: int) -> float:
-        """Seconds of hidden states on their way to the next stage."""
-        return self._messages.between_stages(axes.tp * axes.cp * axes.dp, nbytes) if axes.pp > 1 else 0.0
+    def message(self, run: Run, axes: Axes, nbytes: int) -> float:
+        """Seconds of hidden states on their way to the next stage, in the mean of both passes. With sequence
+        parallelism each rank has a part of its own anyway.
+        """
+        if axes.pp == 1:
+            return 0.0
+        whole, parts = self._sent(axes, nbytes, 1), 1 if run.parallel.sequence_parallel else axes.tp
+        return fmean(self._sent(axes, nbytes, parts) if scattered else whole for scattered in self.program.scatters)
+
+    def _sent(self, axes: Axes, nbytes: int, parts: int) -> float:
+        """The same where each tp rank sends one of so many parts, which are gathered behind the way."""
+        gathered = self._messages.collective(place_of(parts, 1, self.cluster.nodes_of), nbytes)
+        return self._messages.between_stages(axes.tp * axes.cp * axes.dp, nbytes // parts) + gathered
 
     def blocked(self, message: float) -> float:
         """Seconds of a message between stages in which neither of the two computes."""
-        return self._constants.blocking * message
+        return message * (1.0 if self.program.waits else self._constants.blocking)
 
     def lanes(self, axes: Axes) -> LaneTimes:
         """Those of messages on model state, of copies and updates, and of disks."""

@@ -15,6 +15,7 @@ from megazero.config.source import ConfigError, ConfigSource
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.plan.activations import moments
 from megazero.plan.cluster.cluster_step import ClusterStep, TakenBytes
+from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Hardware
 from megazero.plan.cluster.programs import MEGATRON, Program
 from megazero.plan.cluster.table_rows import run_of_row
@@ -23,9 +24,13 @@ from megazero.plan.recompute import activation_plan, instructions_of, recompute_
 
 @dataclass(frozen=True, eq=False)
 class RowStep(ClusterStep):
-    """A step of a row, with what the row's program holds beside what ours does."""
+    """A step of a row, with what the row's program does and holds otherwise than ours."""
 
     program: Program = MEGATRON
+
+    @property
+    def rates(self) -> ClusterRates:
+        return ClusterRates(self.cluster, self.program)
 
     def taken(self, stage: int) -> TakenBytes:
         ours, run = super().taken(stage), self.run
