@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from fused_ops.native import library
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu import meeting
@@ -27,8 +28,8 @@ from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
 from megazero.mpu.meeting import Environment, MeetingError, RankEnded
 from megazero.mpu.p2p import message_ctas
 from megazero.mpu.shared_memory import PeerError
+from megazero.system import allocator, threads
 from megazero.system import device as devices
-from megazero.system import threads
 from megazero.system.status import FAILED, INTERRUPTED
 from megazero.telemetry.watchdog import die_with_parent
 
@@ -58,6 +59,7 @@ def launch(
     die_with_parent()
     torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
     world = world_of(run, environment)
+    _take_heap(world.device)
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
         return
@@ -67,6 +69,15 @@ def launch(
     yield connected_grid(world, run.parallel)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _take_heap(device: torch.device) -> None:
+    """Have the next tensors on a CPU take memory from the heap so that what they leave fits others of their size. Not
+    where a user has settings of the heap, or where there are no kernels: torch's own way stays there.
+    """
+    kernels = library.torch_library(library.choice()) if device.type == "cpu" and allocator.are_ours() else None
+    if kernels is not None:
+        kernels.call("take_host_tensors")
 
 
 def connected_grid(world: World, parallel: ParallelConfig, guest_backend: str | None = None) -> ProcessGrid:

@@ -6,16 +6,22 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fused_ops.native import library
 from megazero import launch
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.launch import exit_early, exit_status
 from megazero.mpu import meeting
 from megazero.mpu.meeting import Environment
+from megazero.system import allocator
+from megazero.system import device as devices
 
 
 class Left(BaseException):
@@ -181,3 +187,25 @@ def test_ranks_that_torchrun_has_restarted_report_again(
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         ends({0: A, 1: A}, {}, size=2)
         assert capsys.readouterr().err.count(A) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "taken"),
+    [
+        ("cpu", allocator.settings(), ["take_host_tensors"]),
+        ("cpu", "glibc.malloc.trim_threshold=1", []),
+        ("meta", allocator.settings(), []),
+    ],
+)
+def test_tensors_of_a_cpu_are_in_the_heap_as_a_run_has_set_it(
+    device: str, settings: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own settings are those of another way to allocate."""
+    calls = list[str]()
+    monkeypatch.setattr(library, "torch_library", lambda asked: SimpleNamespace(call=calls.append))
+    monkeypatch.setattr(launch, "die_with_parent", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(devices, "resolve", lambda *_: torch.device(device))
+    monkeypatch.setenv(allocator.VARIABLE, settings)
+    with launch.launch(Run(), Environment(0, 0, 1, 1)):
+        assert calls == taken

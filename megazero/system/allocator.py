@@ -2,7 +2,9 @@
 
 Activations are large tensors that live for less than a step. By default glibc gets fresh pages from the system for each
 of them and returns the pages when it is freed. Zeroing and mapping pages then takes up to a third of a step on a CPU.
-glibc reads its settings when a process starts, so the process executes itself once more with them.
+glibc reads its settings when a process starts, so the process executes itself once more with them. A process that is
+there for one run also takes the memory of a CPU's tensors from glibc in another way than torch does
+(`fused_ops/csrc/torch/host_tensors.cpp`): memory that stays is of use where the next tensor fits into it.
 
 torch's CUDA allocator by default takes segments of fixed sizes, which fragment: a tensor that does not fit into the
 rest of a segment needs another one. Expandable segments do not fragment. (The pool of a CUDA graph has them too, and
@@ -64,7 +66,7 @@ def return_large() -> None:
     are freed. For a run whose state is on disks because memory is short: freed memory that is kept for other sizes
     would be a quarter of what it takes. Does nothing where glibc has other settings than ours.
     """
-    if _are_ours():
+    if are_ours():
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE)
 
 
@@ -83,7 +85,7 @@ def describe(device: str = "cpu", *, returns_large: bool = False) -> str:
         )
     if not _given():
         return "the system's own settings"
-    if not _are_ours():
+    if not are_ours():
         return f"glibc with {VARIABLE} as given"
     kept = f"freed memory below {LARGE >> 20} MiB" if returns_large else "freed memory"
     return f"glibc keeps {kept}, large pages where allowed"
@@ -95,6 +97,7 @@ def _given() -> dict[str, str]:
     return dict(part.split("=", 1) for part in parts if part.startswith("glibc.malloc.") and "=" in part)
 
 
-def _are_ours() -> bool:
+def are_ours() -> bool:
+    """Whether glibc has the settings of this program in this process."""
     found = _given()
     return all(found.get(name) == str(value) for name, value in TUNABLES.items())

@@ -3,10 +3,10 @@ While the run trains, the host's heap is kept small. Where a device has no memor
 predicted, what was reached and what fits.
 
 Memory that a step frees is kept for the next one, because new pages are slow. But a heap has holes: a tensor that is
-freed between two that live leaves room that a larger tensor cannot use. glibc's aligned allocations do not even use the
-hole of a tensor of their own size. Where parameters come and go for every unit, between activations that stay, the
-holes of a step were half as much again as its tensors. So a run that keeps something on disks, because memory is short,
-returns its free memory as soon as it holds more than its account says.
+freed between two that live leaves room that a larger tensor cannot use. (As torch allocates, not even one of its own
+size could: `fused_ops/csrc/torch/host_tensors.cpp`.) Where parameters come and go for every unit, between activations
+that stay, the holes of a step were half as much again as its tensors. So a run that keeps something on disks, because
+memory is short, returns its free memory as soon as it holds more than its account says.
 """
 
 from __future__ import annotations
