@@ -38,8 +38,8 @@ SECOND = (
     _job(1, 768, 64, 2048, "fp32"),
     _job(8, 128, 128, 1024, "bf16", "--micro-batch-size 2"),
 )
-"""Others, of other processes. Of the first one's tensors most come and go within a step, as few do of the first of
-`FIRST`: what it takes more beside its tensors is the holes that these leave.
+"""Others, of other processes. The first one computes in 16 bits: a process has other kernels for that than the first of
+`FIRST`, and other buffers of theirs.
 """
 
 
@@ -125,12 +125,15 @@ class MeasuredRun:
     ranks    its own: all of the machine are its replicas, or each makes such a run by itself, at the same time
     seconds  the median of a step, of the slowest rank
     memory   the most bytes of the fullest process. None: it had made a run before, whose memory nobody tells apart
+    free     bytes of its heap between two steps that are of no use to anybody, where that was so: those of what comes
+             and goes in a step, and holes. None: as above
     """
 
     flags: Flags
     ranks: int
     seconds: float
     memory: int | None
+    free: int | None
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,8 @@ class RankMeasurements:
         """What `text` has written."""
         given: dict[str, Any] = json.loads(text)
         runs = tuple(
-            MeasuredRun(tuple(run["flags"]), run["ranks"], run["seconds"], run["memory"]) for run in given["runs"]
+            MeasuredRun(tuple(run["flags"]), run["ranks"], run["seconds"], run["memory"], run["free"])
+            for run in given["runs"]
         )
         collectives, stages = (tuple(map(tuple, given[name])) for name in ("collectives", "stages"))
         return cls(

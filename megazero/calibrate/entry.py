@@ -224,16 +224,20 @@ def fit_memory(device: Device, measurements: RankMeasurements) -> dict[str, floa
     """{"context": bytes that every process takes beside its tensors, "holes": share of what comes and goes in a step
     that it takes for holes}, of the runs that were the first of their processes. What only some runs take is left out
     (`beside_tensors`).
+
+    Holes are what more is free between two steps of a run than of one in which less comes and goes. Other parts of a
+    process differ between runs, too: its kernels, and what these keep.
     """
-    first = [
-        (float(each.memory), planned(run, device, each.ranks))
-        for each, run in zip(measurements.runs, steps_of(device, measurements), strict=True)
-        if each.memory is not None
-    ]
-    taken = np.array([memory for memory, _ in first])
-    own = taken - [step.tensors + step.allowance.fixed for _, step in first]
-    columns = np.stack([np.ones(len(taken)), [float(step.passing) for _, step in first]], 1)
-    context, holes = np.linalg.lstsq(columns, own, rcond=None)[0] if len(taken) > 1 else (0.0, -1.0)
-    if holes < 0.0:  # less than none is noise
-        context, holes = float(np.median(own)), 0.0
-    return {"context": max(0.0, float(context)), "holes": float(holes)}
+    own, passing, free = list[float](), list[float](), list[float]()
+    for each, run in zip(measurements.runs, steps_of(device, measurements), strict=True):
+        if each.memory is not None and each.free is not None:
+            step = planned(run, device, each.ranks)
+            own.append(each.memory - step.tensors - step.allowance.fixed)
+            passing.append(float(step.passing))
+            free.append(float(each.free))
+    holes = 0.0
+    if len(own) > 1:
+        columns = np.stack([np.ones(len(free)), passing], 1)
+        holes = max(0.0, float(np.linalg.lstsq(columns, np.array(free), rcond=None)[0][1]) - 1.0)  # less is noise
+    context = float(np.mean(np.array(own) - holes * np.array(passing))) if own else 0.0
+    return {"context": max(0.0, context), "holes": holes}

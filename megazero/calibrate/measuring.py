@@ -83,7 +83,7 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
         for words in others:
             of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort)
             # a CPU's process has what was there before, too
-            timed.append(of_others if kind == "cuda" else replace(of_others, memory=None))
+            timed.append(of_others if kind == "cuda" else replace(of_others, memory=None, free=None))
         if kind == "cuda":
             memory = {"context": float(devices.context_bytes(grid.device))}  # with the kernels of all runs
         known = RankMeasurements(ranks, torch.get_num_threads(), {}, {}, memory, (), (), tuple(timed))
@@ -132,8 +132,16 @@ def _timed(words: Flags, run: Run, grid: ProcessGrid, machine: ProcessGrid, effo
         memory = devices.peak_reserved_bytes(grid.device) or devices.peak_memory_bytes(grid.device)
         job.trainer.batches.close()
         barrier(machine.world)  # until all have ended, none goes on
-    slowest, most = _largest([seconds, float(memory)], machine)
-    return MeasuredRun(words, grid.axes.world_size, slowest, int(most))
+        free = _free_bytes(grid.device)
+    slowest, most, largest = _largest([seconds, float(memory), float(free)], machine)
+    return MeasuredRun(words, grid.axes.world_size, slowest, int(most), int(largest))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes of the heap that are of no use to anybody. They are given back to the system."""
+    before = devices.memory_bytes(device)
+    devices.return_free_memory(device)
+    return before - devices.memory_bytes(device)
 
 
 def _turn(job: Job, steps: int) -> float:

@@ -17,6 +17,7 @@ from megazero.calibrate.entry import (
     HIDING_ON_CARDS,
     OF_COLLECTIVES,
     START,
+    FittedDevice,
     MachineFacts,
     fitted_device,
     message_times,
@@ -31,7 +32,7 @@ TRUE: Mapping[str, float] = MappingProxyType(
 )
 LARGE = {"bf16": 2e11, "fp32": 8e10, "fp64": 4e10}
 SHARES = {"bf16": 0.5, "fp32": 0.9}
-CONTEXT, HOLES = 3.3e8, 0.6
+CONTEXT, HOLES, FREE = 3.3e8, 0.6, 2_000_000
 COMPILER, GROUP = 5e7, 2e7
 BESIDE = {"compiler": COMPILER, "group": GROUP}
 LATENCY, RATE = 2e-5, 3e9
@@ -63,7 +64,8 @@ def measured(ranks: int = 1) -> RankMeasurements:
         step = planned(run_of(words, together, "cpu"), device, together)
         holes = round(step.passing * HOLES)
         memory = step.tensors + holes + round(CONTEXT) + shared_bytes(step.run, step.axes)
-        runs.append(MeasuredRun(words, together, step.seconds, memory if is_first else None))
+        own = (memory, FREE + step.passing + holes) if is_first else (None, None)
+        runs.append(MeasuredRun(words, together, step.seconds, *own))
     sizes = (1e3, 1e5, 1e7) if ranks > 1 else ()
     messages = tuple((size, LATENCY + size / 2 / RATE) for size in sizes)
     stages = tuple((size, LATENCY + size / RATE) for size in sizes)
@@ -85,7 +87,7 @@ def test_a_fit_finds_the_constants_by_which_the_seconds_were_made(ranks: int) ->
 
 
 def test_ranks_with_half_a_processor_carry_half_of_what_its_second_does() -> None:
-    own = MeasuredRun(FIRST[0], 1, 0.1, 10**9)  # too few to say anything of constants
+    own = MeasuredRun(FIRST[0], 1, 0.1, 10**9, 10**7)  # too few to say anything of constants
     for ranks, carried in ((1, 3e9), (2, 3e9), (4, 1.5e9), (8, 0.75e9)):
         few = replace(measured(), ranks=ranks, runs=(own,))
         assert fitted_device("here", MACHINE, few).device.carried == carried
@@ -109,14 +111,25 @@ def test_latency_and_rate_of_messages_are_found() -> None:
     assert message_times(odd, ranks)[1] != pytest.approx(RATE, rel=0.1)
 
 
-def test_less_than_the_tensors_is_noise() -> None:
-    """Two runs of which the one with more that comes and goes takes no more for it: no share below none."""
+def with_large(**changes: int) -> FittedDevice:
+    """What is fitted where of the two runs whose memory is known the one with more that comes and goes has others."""
     true = measured()
     _, large = (run for run in true.runs if run.memory)
-    grown = replace(large, memory=(large.memory or 0) - 100_000_000)
-    runs = tuple(grown if run is large else run for run in true.runs)
-    fitted = fitted_device("here", MACHINE, replace(true, runs=runs))
-    assert fitted.device.constants["holes"] == 0.0 and CONTEXT - 1e8 < fitted.device.constants["context"] < CONTEXT
+    changed = replace(large, **{name: getattr(large, name) + change for name, change in changes.items()})
+    runs = tuple(changed if run is large else run for run in true.runs)
+    return fitted_device("here", MACHINE, replace(true, runs=runs))
+
+
+def test_what_kernels_keep_is_no_hole() -> None:
+    known = with_large(memory=20_000_000).device.constants
+    assert known["holes"] == pytest.approx(HOLES, rel=1e-2)
+    assert known["context"] == pytest.approx(CONTEXT + 1e7, rel=1e-3)
+
+
+def test_holes_are_what_is_free_beside_what_comes_and_goes() -> None:
+    more = with_large(free=10_000_000, memory=10_000_000).device.constants
+    assert more["holes"] > 1.4 * HOLES and more["context"] < CONTEXT
+    assert with_large(free=-100_000_000).device.constants["holes"] == 0.0  # less than none is noise
 
 
 def test_measurements_pass_between_processes_as_they_are() -> None:
@@ -139,7 +152,7 @@ def test_a_card_is_fitted_by_runs_of_its_own_and_has_what_it_does_not_show_of_it
     runs = list[MeasuredRun]()
     for words in (*CARD, *CARD_FP8):
         step = planned(run_of(words, 1, "cuda"), true, 1)
-        runs.append(MeasuredRun(words, 1, step.seconds, round(1.03 * step.tensors)))
+        runs.append(MeasuredRun(words, 1, step.seconds, round(1.03 * step.tensors), 0))
     runs[2] = replace(runs[2], memory=None)  # one that nobody knows is left out
     machine = MachineFacts("cuda", "a card", 1.5e11, 1e11, 132.0, like)
     told = RankMeasurements(1, 16, CARD_LARGE, CARD_RATES, {"context": 1.4e9}, (), (), tuple(runs))
