@@ -13,6 +13,7 @@ import numpy as np
 from megazero.calibrate.effort import RankMeasurements
 from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
+from megazero.plan.cluster.beside_tensors import is_narrow
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import GRADIENT
 from megazero.plan.cluster.fit import Floats, fitted
@@ -221,23 +222,24 @@ def beside_on_card(device: Device, measurements: RankMeasurements) -> dict[str, 
 
 
 def fit_memory(device: Device, measurements: RankMeasurements) -> dict[str, float]:
-    """{"context": bytes that every process takes beside its tensors, "holes": share of what comes and goes in a step
-    that it takes for holes}, of the runs that were the first of their processes. What only some runs take is left out
-    (`beside_tensors`).
+    """What a process takes beside its tensors, by name (`beside_tensors`), of the runs that were the first of their
+    processes: its `context`, `narrow` for kernels of 16 bits, and `holes`, a share of what comes and goes in a step.
 
-    Holes are what more is free between two steps of a run than of one in which less comes and goes. Other parts of a
-    process differ between runs, too: its kernels, and what these keep.
+    Holes are what more is free between two steps of a run than of one in which less comes and goes.
     """
-    own, passing, free = list[float](), list[float](), list[float]()
+    own, passing, free, narrow = list[float](), list[float](), list[float](), list[bool]()
     for each, run in zip(measurements.runs, steps_of(device, measurements), strict=True):
         if each.memory is not None and each.free is not None:
             step = planned(run, device, each.ranks)
             own.append(each.memory - step.tensors - step.allowance.fixed)
             passing.append(float(step.passing))
             free.append(float(each.free))
+            narrow.append(is_narrow(run))
     holes = 0.0
     if len(own) > 1:
         columns = np.stack([np.ones(len(free)), passing], 1)
         holes = max(0.0, float(np.linalg.lstsq(columns, np.array(free), rcond=None)[0][1]) - 1.0)  # less is noise
-    context = float(np.mean(np.array(own) - holes * np.array(passing))) if own else 0.0
-    return {"context": max(0.0, context), "holes": holes}
+    taken, has_narrow = np.array(own) - holes * np.array(passing), np.array(narrow, dtype=bool)
+    context = max(0.0, float(taken[~has_narrow].mean() if not has_narrow.all() else taken.mean() if own else 0.0))
+    added = max(0.0, float(taken[has_narrow].mean()) - context) if has_narrow.any() else 0.0
+    return {"context": context, "narrow": added, "holes": holes}

@@ -84,11 +84,15 @@ def test_slots_that_nothing_fills_have_no_pages() -> None:
 
 
 def test_an_allowance_is_of_the_run() -> None:
-    constants = {**DESK.constants, "context": 3e8, "fragmentation": 0.1, "group": 2e7, "compiler": 5e7}
+    constants = {**DESK.constants, "context": 3e8, "fragmentation": 0.1, "group": 2e7, "compiler": 5e7, "narrow": 7e6}
     device = replace(DESK, constants=MappingProxyType(constants))
     run = parsed(f"{WORDS} --tp 2 --recompute-granularity full", 4)
     allowance = allowance_of_run(replace(desk(4), device=device), run, axes_of(run, 4))
-    assert allowance.fixed == 3e8 + 2 * 2e7 + 40 * MIB + 5e7
+    assert allowance.fixed == 3e8 + 2 * 2e7 + 40 * MIB + 5e7 + 7e6
+    for precision, kernels in (("bf16", 7e6), ("fp16", 7e6), ("fp32", 0.0)):
+        other = parsed(f"{WORDS} --tp 2 --precision {precision}", 4)
+        beside = allowance_of_run(replace(desk(4), device=device), other, axes_of(other, 4)).fixed
+        assert beside == 3e8 + 2 * 2e7 + shared_bytes(other, axes_of(other, 4)) + kernels
     assert allowance.of(1e9) == pytest.approx(1.1e9 + allowance.fixed) and allowance.room(2e9) < 2e9 / 1.1
     card = replace(DEVICE, constants=device.constants)
     assert allowance_of_run(replace(desk(4), device=card), run, axes_of(run, 4)).fixed == 3e8

@@ -6,15 +6,17 @@ are loaded into it, `communicators` bytes of all communicators of a rank, and `f
 that the allocator cannot use between them. An entry without them takes nothing.
 
 On a CPU everything that a process has is in the same memory, and some of it depends on the run: the memory in which the
-ranks of a host exchange tensors, the groups of ranks (`group` bytes each), and torch's compiler, which the first
-recomputation imports (`compiler` bytes). There `context` is the process itself, and `holes` the share of what comes and
-goes within a step that the heap has beside it: model state is allocated once, and leaves none.
+ranks of a host exchange tensors, the groups of ranks (`group` bytes each), torch's compiler, which the first
+recomputation imports (`compiler` bytes), and kernels of 16 bits with what they keep (`narrow` bytes). There `context`
+is the process itself, and `holes` the share of what comes and goes within a step that the heap has beside it: model
+state is allocated once, and leaves none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import StateGroup
@@ -62,7 +64,13 @@ def allowance_of_run(cluster: Cluster, run: Run, axes: Axes) -> Allowance:
         return known
     groups = len(groups_of(axes)) * constants.get("group", 0.0)
     compiler = constants.get("compiler", 0.0) * (run.parallel.recompute_granularity != "none")
-    return replace(known, fixed=known.fixed + groups + shared_bytes(run, axes) + compiler)
+    narrow = constants.get("narrow", 0.0) * is_narrow(run)
+    return replace(known, fixed=known.fixed + groups + shared_bytes(run, axes) + compiler + narrow)
+
+
+def is_narrow(run: Run) -> bool:
+    """Whether a run computes in 16 bits."""
+    return compute_dtype(run.optimizer.precision).itemsize == 2
 
 
 def groups_of(axes: Axes) -> set[tuple[int, ...]]:
