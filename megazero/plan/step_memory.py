@@ -7,10 +7,12 @@ their sum counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from megazero.config.derive import uses_files
 from megazero.config.dtypes import grad_reduce_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
@@ -25,6 +27,9 @@ from megazero.program.passes.slots import slot_bytes
 from megazero.program.scope import Scope
 from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, TierBytes, trace
+
+LARGE_PAGE = 1 << 21
+"""Bytes of a large page (`disk.buffers.own_pages`)."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ class StageMemory:
     @cached_property
     def unused_slots(self) -> int:
         """The bytes of slots of host memory that its list fills with nothing: a slot is as large as the largest part,
-        and there may be more slots than parts.
+        and there may be more slots than parts. Memory that disks read into has large pages, each of which is there as a
+        whole.
         """
         shape, filled = self.steps.of(self.stage).shape, dict[tuple[bool, int, Piece], int]()
         sizes = slot_bytes(shape)
@@ -148,7 +154,12 @@ class StageMemory:
             for piece, size in (sizes.loads if loads else sizes.updates).items():
                 key = loads, i.slot, piece
                 filled[key] = max(filled.get(key, 0), min(size, part.bytes_of(piece)))
-        return max(0, self.state.elsewhere.slots - sum(filled.values()))
+        page = LARGE_PAGE if uses_files(self.steps.run) else 1
+        there = (
+            min((sizes.loads if loads else sizes.updates)[piece], math.ceil(nbytes / page) * page)
+            for (loads, _, piece), nbytes in filled.items()
+        )
+        return max(0, self.state.elsewhere.slots - sum(there))
 
     @property
     def resting(self) -> TierBytes:

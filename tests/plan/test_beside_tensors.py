@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -12,6 +13,7 @@ from megazero.mpu.grid import assembled, single_rank_group
 from megazero.plan.cluster.beside_tensors import allowance_of_run, groups_of
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.shared_pages import shared_bytes
+from megazero.plan.step_memory import LARGE_PAGE
 from megazero.system.host_memory import KEPT_HOLES
 from tests.plan.test_activations import parsed
 from tests.plan.test_cluster_times import DESK, DEVICE, MODEL, desk
@@ -69,14 +71,17 @@ def test_what_comes_and_goes_leaves_holes(words: str) -> None:
 
 
 def test_slots_that_nothing_fills_have_no_pages() -> None:
-    """A slot is as large as the largest part, and the parts, of which there are no more than slots, are not."""
+    """A slot is as large as the largest part, and the parts, of which there are no more than slots, are not. Of a large
+    page all is there.
+    """
     words = "--offload-optimizer nvme --nvme-path x --vocab-size 2000"
     step = holed(words, 0.0)
     memory, off = step.memory(0), step.memory(0).state.elsewhere
     shape = memory.steps.of(0).shape
     parts = [part.state_bytes for bucket in shape.buckets for part in bucket.parts]
     assert len(parts) <= shape.slots and off.slots == shape.slots * max(parts)
-    assert memory.unused_slots == off.slots - sum(parts) > 0
+    pages = [min(max(parts), math.ceil(part / LARGE_PAGE) * LARGE_PAGE) for part in parts]
+    assert memory.unused_slots == off.slots - sum(pages) > 0 and sum(pages) > sum(parts)
     assert step.tensors == memory.peaks.total_bytes - memory.unused_slots
     assert holed(words, 0.01).tensors > step.tensors
     kept = holed(words, 1e6).tensors / memory.peaks.total_bytes - 1
