@@ -14,7 +14,7 @@ the row says from where to where they go.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from megazero.program.instruction import (
@@ -173,7 +173,7 @@ def _columns(spans: Sequence[Span], scale: float, total: int) -> list[tuple[int,
 def _merged(spans: Sequence[Span]) -> list[Span]:
     found: list[Span] = []
     for span in spans:
-        i = replace(span.instruction, units=None)
+        i = span.instruction._replace(units=None)
         if found and i.is_compute and found[-1].instruction == i and found[-1].end == span.start:
             found[-1] = Span(i, found[-1].start, span.end)
         else:
@@ -191,7 +191,7 @@ def _columns_per_unit(report: SimulationReport, painter: _Painter, room: int, lo
     for stage, row in enumerate(report.spans):
         for span in row:
             if span.instruction.is_compute and span.end > span.start:
-                key = stage, replace(span.instruction, units=None)
+                key = stage, span.instruction._replace(units=None)
                 seconds[key] = seconds.get(key, 0.0) + span.end - span.start
     shortest = min(seconds.values(), default=1.0)
     label = max((len(painter.label(span.instruction)) for span in spans), default=1)

@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused_and_what_is_broken_is_found():
     with pytest.raises(ProgramError, match=r"reads what the weights' backward needs .* which no instruction before it"):
         simulate([first, tuple(early)], uniform_times(2))
     with pytest.raises(ProgramError, match="is for model chunk 0, which chunk 0 of stage 0 is"):
-        check_schedule([first, tuple(replace(i, model_chunk=0) for i in second)], 3)
+        check_schedule([first, tuple(i._replace(model_chunk=0) for i in second)], 3)
 
 
 def test_what_lives_on_between_the_parts_can_weigh_less():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -82,7 +81,7 @@ def alter(text: str, nth: int = 0, **fields: object) -> Callable[[List], List]:
 
     def altered(own: List) -> List:
         at = find(own, text, nth)
-        return [*own[:at], replace(own[at], **fields), *own[at + 1 :]]  # type: ignore[arg-type]
+        return [*own[:at], own[at]._replace(**fields), *own[at + 1 :]]  # type: ignore[arg-type]
 
     return altered
 

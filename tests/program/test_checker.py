@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -26,7 +25,7 @@ def test_tp_indexes_have_the_same_list() -> None:
     step = step_of(ZERO0)
     own = step.lists[1, 0]
     first = find(list(own), "forward", 0)
-    backward = replace(own[first], op=Op.BACKWARD)
+    backward = own[first]._replace(op=Op.BACKWARD)
     others = {
         "tp 1: number 0 of its list": (*own[1:2], *own[:1], *own[2:]),
         f"tp 1: its list ends at number {len(own) - 1}, where tp 0 has update": own[:-1],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megazero.pipeline.schedule import make_schedule
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import cut, every_pass, first_passes, units_of
@@ -48,11 +46,11 @@ def test_nothing_but_what_is_named_is_cut() -> None:
                 assert all(
                     (i.units is not None) == (i.is_compute and (i.micro_batch, i.chunk) in wanted) for i in found
                 )
-                joined = [replace(i, units=None) for i in found]
+                joined = [i._replace(units=None) for i in found]
                 once = [i for at, i in enumerate(joined) if at == 0 or i != joined[at - 1]]
                 assert tuple(once) == stage
                 for whole in (i for i in stage if i.is_compute):
-                    parts = [i.units for i in found if replace(i, units=None) == whole]
+                    parts = [i.units for i in found if i._replace(units=None) == whole]
                     order = [(n, n + 1) for n in range(len(rank.units[whole.chunk]))]
                     assert parts == ([None] if parts == [None] else order if whole.op is Op.FORWARD else order[::-1])
 

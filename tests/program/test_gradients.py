@@ -160,7 +160,7 @@ FAULTS = {
     "it is stored twice": Fault(ALONE, again(STORE(1)), STORE(1), "the reduced gradient of part 0 of bucket 1", 1),
     "a later one is stored over the sum": Fault(
         ALONE,
-        lambda own: [replace(i, op=kinds.STORE_GRADIENT) if str(i).startswith(COPY(1)) else i for i in own],
+        lambda own: [i._replace(op=kinds.STORE_GRADIENT) if str(i).startswith(COPY(1)) else i for i in own],
         STORE(1),
         "makes the sum of gradients in host memory of part 0 of bucket 1",
         1,

@@ -133,4 +133,4 @@ def test_a_part_that_no_bucket_has() -> None:
     for op in (kinds.UPDATE, kinds.READ_STATE):
         at = next(number for number, i in enumerate(own) if i.op == op)
         with pytest.raises(ProgramError, match="names part 5 of bucket 0, which has no such part"):
-            checked(changed(step, 0, (*own[:at], replace(own[at], part=5), *own[at + 1 :])))
+            checked(changed(step, 0, (*own[:at], own[at]._replace(part=5), *own[at + 1 :])))

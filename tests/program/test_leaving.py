@@ -93,10 +93,10 @@ def away(instructions: Sequence[Instruction]) -> None:
     for at, i in enumerate(order):
         if i.op != kinds.LEAVE:
             continue
-        own = {j.op: n for n, j in enumerate(order) if replace(j, op=kinds.LEAVE) == i}
+        own = {j.op: n for n, j in enumerate(order) if j._replace(op=kinds.LEAVE) == i}
         computed = [sum(j.is_compute for j in order[:n]) for n in (at, own[kinds.FREE], own[kinds.RETURN])]
         end = min(own[op] for op in (Op.BACKWARD, Op.BACKWARD_INPUT) if op in own)
-        assert order[at - 1] == replace(i, op=Op.FORWARD) or order[at - 1].op == kinds.FREE
+        assert order[at - 1] == i._replace(op=Op.FORWARD) or order[at - 1].op == kinds.FREE
         assert computed[1] - computed[0] == 1 and computed[2] - computed[1] >= 1
         assert sum(j.is_compute for j in order[own[kinds.RETURN] : end]) == 1
 

@@ -67,8 +67,8 @@ def test_more_buffers_are_read_earlier() -> None:
         reads = [i for i in listed if i.op == kinds.READ_ACTIVATIONS]
         backwards = [i for i in listed if i.op is Op.BACKWARD]
         assert len(reads) > 6
-        shares.append(sum(at[replace(i, op=Op.BACKWARD)] - at[i] for i in reads))
-        order = [replace(i, op=Op.BACKWARD) for i in reads]
+        shares.append(sum(at[i._replace(op=Op.BACKWARD)] - at[i] for i in reads))
+        order = [i._replace(op=Op.BACKWARD) for i in reads]
         assert order == [i for i in backwards if i in order], "reads come in the order of the backwards"
     assert shares[1] > shares[0]
 
@@ -105,7 +105,7 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
             graphs = kept_graphs(instructions, shape)
             able = {graph.forward for graph in able_to_write(graphs, largest_unit(shape.kept))}
             assert all(graph.distance >= LEAST_DISTANCE_TO_DISKS for graph in graphs if graph.forward in able)
-            ops = {op: [replace(i, op=Op.FORWARD) for i in instructions if i.op == op] for op in LETTERS}
+            ops = {op: [i._replace(op=Op.FORWARD) for i in instructions if i.op == op] for op in LETTERS}
             leaves = ops[kinds.LEAVE]
             assert {*leaves} <= able and (model.leaving < 1 or {*leaves} == able)
             for op in (kinds.FREE, kinds.WRITE_ACTIVATIONS, kinds.FREE_HOST, kinds.READ_ACTIVATIONS, kinds.RETURN):

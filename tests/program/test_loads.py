@@ -122,7 +122,7 @@ def test_every_gather_has_its_own_loads(seed: int) -> None:
                     bucket = shape.buckets[i.buckets[0]]
                     waiting.setdefault(i.buckets[0], []).append(i.part)
                     assert len(waiting) <= (2 if bucket.is_sharded else 1)
-                    assert bucket.rests is Tier.HOST or before == replace(i, op=kinds.READ_PARAMETERS, frees_slot=False)
+                    assert bucket.rests is Tier.HOST or before == i._replace(op=kinds.READ_PARAMETERS, frees_slot=False)
                 elif i.op is Op.GATHER:
                     bucket = shape.buckets[i.buckets[0]]
                     assert tuple(waiting.pop(i.buckets[0])) == bucket.loads

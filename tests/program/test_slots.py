@@ -70,7 +70,7 @@ def test_with_more_slots_more_is_read_before_the_norm() -> None:
     """Reads take 0.1 for each byte, one behind the other. With seven slots the eighth part waits for a slot."""
     (shape,), (listed,) = step_of(EIGHT).shapes.values(), step_of(EIGHT).lists.values()
     assert [len(replace(shape, slots=count).read_ahead) for count in (6, 7, 9)] == [6, 7, 8]
-    wide = place_slots([replace(i, slot=-1, frees_slot=False) for i in listed], replace(shape, slots=7))
+    wide = place_slots([i._replace(slot=-1, frees_slot=False) for i in listed], replace(shape, slots=7))
     times = ChunkTimes((100.0,), (200.0,), per_byte={Lane.TO_DISK: 1.0})
     report = simulate([wide], times, [replace(shape, slots=7)], border=step_of(EIGHT).border, steps=1)
     reads, writes = spans(report, kinds.READ_STATE), spans(report, kinds.WRITE_STATE)

@@ -8,7 +8,6 @@ because the cut goes through the autograd graph.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from megazero.program.instruction import Instruction, Op
 from megazero.program.shape import RankShape
@@ -26,7 +25,7 @@ def cut(instructions: Sequence[Instruction], shape: RankShape, passes: Collectio
             continue
         units = range(len(shape.units[i.chunk]))
         order = units if i.op is Op.FORWARD else reversed(units)
-        found += [replace(i, units=(unit, unit + 1)) for unit in order]
+        found += [i._replace(units=(unit, unit + 1)) for unit in order]
     return tuple(found)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megazero.config.tiers import Tier
 from megazero.program.instruction import ACTIVATION_READS, LEAVE, Free, Instruction, Piece, TierMove, hops
@@ -81,13 +81,13 @@ def place_leaving(
     before: dict[int, list[Instruction]] = defaultdict(list)
     behind: dict[int, list[Instruction]] = defaultdict(list)
     for graph in leaving:
-        behind[graph.first + 1].append(replace(graph.forward, op=_FREE))
-        before[graph.backward - 1].append(replace(graph.forward, op=_RETURN))
+        behind[graph.first + 1].append(graph.forward._replace(op=_FREE))
+        before[graph.backward - 1].append(graph.forward._replace(op=_RETURN))
     if files is not None and largest is not None:
         for number, i in file_moves(leaving, read_buffers(largest, files.buffers), files.tier):
             behind[number].append(i)
     for graph in leaving:
-        behind[graph.first].append(replace(graph.forward, op=LEAVE))
+        behind[graph.first].append(graph.forward._replace(op=LEAVE))
     placed: list[Instruction] = []
     computations = 0
     for i in instructions:
@@ -156,12 +156,12 @@ def file_moves(graphs: Sequence[GraphUse], reads: int, tier: Tier) -> Iterator[t
         given_back = back[number - reads].backward if number >= reads else 0
         read_behind[graph] = latest = max(graph.first + 2, given_back, latest)
     for graph in graphs:
-        yield graph.first + 1, replace(graph.forward, op=TierMove(Piece.ACTIVATIONS, Tier.HOST, tier))
+        yield graph.first + 1, graph.forward._replace(op=TierMove(Piece.ACTIVATIONS, Tier.HOST, tier))
     for number, graph in enumerate(graphs):
         taken = [graphs[number + WRITING].first] if number + WRITING < len(graphs) else []
-        yield min([read_behind[graph], *taken]), replace(graph.forward, op=_FREE_HOST)
+        yield min([read_behind[graph], *taken]), graph.forward._replace(op=_FREE_HOST)
     for graph in back:
-        yield read_behind[graph], replace(graph.forward, op=TierMove(Piece.ACTIVATIONS, tier, Tier.HOST))
+        yield read_behind[graph], graph.forward._replace(op=TierMove(Piece.ACTIVATIONS, tier, Tier.HOST))
 
 
 def most_pieces(instructions: Iterable[Instruction]) -> int:

@@ -140,8 +140,7 @@ def place_slots(
             busy = {slot for other, slot in taken.items() if other.loads is tenant.loads}
             taken[tenant], turns[tenant.loads] = _next_free(busy, turns[tenant.loads], shape.slots)
         is_last = i.op == uses[-1]
-        # Not `replace`, which is slow: a list has thousands of these.
-        placed.append(Instruction(i.op, buckets=i.buckets, part=i.part, slot=taken[tenant], frees_slot=is_last))
+        placed.append(i._replace(slot=taken[tenant], frees_slot=is_last))
         if is_last:
             del taken[tenant]
     return tuple(placed)

@@ -22,7 +22,7 @@ stages send in the order in which the next one receives, whatever their numbers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megazero.program.instruction import Instruction, Op
@@ -58,11 +58,11 @@ def turn(schedule: Sequence[Instruction], shape: RankShape, groups: Groups) -> t
     def message(of: Instruction, micro_batch: int, *, sent: bool) -> Instruction | None:
         found = transfers.get((sent, of.is_backward, of.micro_batch, of.chunk))
         at_end = _is_last(of, shape) if sent else _is_first(of, shape)
-        return replace(found, micro_batch=micro_batch) if found is not None and at_end else None
+        return found._replace(micro_batch=micro_batch) if found is not None and at_end else None
 
     def step(of: Instruction, micro_batch: int) -> ComputationStep:
         receive, send = (message(of, micro_batch, sent=sent) for sent in (False, True))
-        return receive, replace(of, micro_batch=micro_batch), send
+        return receive, of._replace(micro_batch=micro_batch), send
 
     rows = _rows(schedule, shape)
     return posted_ahead(step(of, number) for row in rows for number in groups[row[0].micro_batch] for of in row)
@@ -77,7 +77,7 @@ def _rows(schedule: Sequence[Instruction], shape: RankShape) -> list[Row]:
             continue
         units = range(len(shape.units[i.chunk]))
         order = units if i.op is Op.FORWARD else reversed(units)
-        own = [replace(i, units=(unit, unit + 1)) for unit in order]
+        own = [i._replace(units=(unit, unit + 1)) for unit in order]
         if rows and (i.micro_batch, i.chunk) not in leaves and _turns_back(rows[-1][-1], own[0]):
             rows[-1] = (*rows[-1], own.pop(0))
         rows += [(of,) for of in own]
