@@ -26,7 +26,7 @@ from megazero.config.layers.kinds import Layer, kinds, layers
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
-from megazero.model.stage import Stage
+from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.lora import low_rank
@@ -37,7 +37,7 @@ from megazero.pipeline.graphs import GraphedEngine, ReplayedGradients
 from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
-from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
 from megazero.program.instruction import Instruction
 from megazero.program.passes.leaving import ActivationFiles
 from megazero.program.passes.vertical import VerticalOrder
@@ -93,23 +93,23 @@ def stages_of(
     *,
     recompute: RecomputeTable | None = None,
     allocate: bool = True,
+    specs: Sequence[StageSpec] | None = None,
 ) -> list[Stage]:
     """The model chunks of any pipeline rank, uninitialised. On the device "meta" they take no memory.
 
     tp         the group of the tensor-parallel ranks; only its size and index are read
     recompute  what backward computes again; default: what the flags say
     allocate   as in `build_stages`
+    specs      the layers of each chunk; default: those that the run gives this rank
 
     Communicates nothing.
     """
     stages: list[Stage] = []
     layout = layout_of(run, tp, device, attention, fp8, recompute=recompute, allocate=allocate)
-    specs, chunks = stage_specs(run), chunks_of(run)
     tied = not run.model.untie_embeddings_and_output_weights
-    together = chunks.last_stage == 0
+    together = chunks_of(run).last_stage == 0
     """Whether embedding and head are on the same pipeline rank."""
-    for number in chunks.of(pp_index):
-        spec = specs[number]
+    for spec in specs_of_stage(run, pp_index) if specs is None else specs:
         first = stages[0].embedding if tied and together and spec.has_head and stages else None
         shared = None if first is None else first.word
         stages.append(Stage(layout, spec, tied_across_stages=tied and not together, shared_embedding=shared))

@@ -59,10 +59,16 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
     )
 
 
-def specs_of_stage(run: Run, stage: int) -> list[StageSpec]:
-    """The layers of each model chunk of a stage, by its own number of a chunk."""
-    specs = stage_specs(run)
-    return [specs[number] for number in chunks_of(run).of(stage)]
+@lru_cache(maxsize=64)
+def specs_by_stage(run: Run) -> tuple[tuple[StageSpec, ...], ...]:
+    """The layers of each model chunk of every stage, by the stage's own number of a chunk."""
+    specs, chunks = stage_specs(run), chunks_of(run)
+    return tuple(tuple(specs[number] for number in chunks.of(stage)) for stage in range(run.parallel.pp))
+
+
+def specs_of_stage(run: Run, stage: int) -> tuple[StageSpec, ...]:
+    """The same of one stage."""
+    return specs_by_stage(run)[stage]
 
 
 def unit_names(spec: StageSpec) -> list[str]:

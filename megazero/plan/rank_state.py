@@ -6,7 +6,7 @@ What a rank of a run computes when it starts (`zero.state`) is computed here for
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -18,6 +18,7 @@ from megazero.config.schema import ParallelConfig, Run, ScheduleConfig
 from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.disk.layout import SwapLayout
 from megazero.disk.transports import DiskOptions
+from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterSpec, StateGroup
@@ -63,7 +64,7 @@ def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
 def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[ParameterSpec]]]:
     """The specs of the parameters that a rank with these coordinates trains, by chunk and unit.
 
-    The stages are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
+    The layers are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
     rank holds and does not train (with --lora-rank, all but the adapters).
     """
     specs = _specs(_read_by_specs(run), pp_index, tp_index)[0 if trained else 1]
@@ -79,12 +80,41 @@ def _read_by_specs(run: Run) -> Run:
     return replace(bare, parallel=parallel, schedule=ScheduleConfig())
 
 
-# Both are of runs without a placement, on which they do not depend: a search asks for them hundreds of times.
+# These are of runs without a placement, on which they do not depend: a search asks for them hundreds of times.
 @lru_cache(maxsize=2048)
 def _specs(run: Run, pp_index: int, tp_index: int) -> tuple[list[list[list[ParameterSpec]]], ...]:
     """Those that the rank trains, and those that it does not."""
+    chunks = specs_of_stage(run, pp_index)
+    ends = _built(run, pp_index, tp_index, [replace(spec, blocks=range(0)) for spec in chunks])
+    blocks = _block_specs(_read_by_blocks(run), tp_index)
+    return tuple(
+        [
+            [*end[: spec.has_embedding], *(of_blocks[number] for number in spec.blocks), *end[spec.has_embedding :]]
+            for spec, end in zip(chunks, of_ends, strict=True)
+        ]
+        for of_ends, of_blocks in zip(ends, blocks, strict=True)
+    )
+
+
+def _read_by_blocks(run: Run) -> Run:
+    """The run with the defaults of what the parameters of blocks do not depend on: how stages share out the layers."""
+    parallel = replace(run.parallel, pp=1, virtual_stages=1, pipeline_schedule=None, partition=None)
+    return replace(run, parallel=parallel)
+
+
+@lru_cache(maxsize=64)
+def _block_specs(run: Run, tp_index: int) -> tuple[list[list[ParameterSpec]], ...]:
+    """The same of all blocks of the model, by block."""
+    every = StageSpec(range(run.model.num_layers), has_embedding=False, has_head=False)
+    return tuple(blocks for (blocks,) in _built(run, 0, tp_index, [every]))
+
+
+def _built(
+    run: Run, pp_index: int, tp_index: int, specs: Sequence[StageSpec]
+) -> tuple[list[list[list[ParameterSpec]]], ...]:
+    """The same of chunks with these layers, which are built for that."""
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
-    units = [stage.units() for stage in stages_of(run, pp_index, tp, torch.device("meta"))]
+    units = [stage.units() for stage in stages_of(run, pp_index, tp, torch.device("meta"), specs=specs)]
     return tuple(specs_by_unit(units, trained=trained) for trained in (True, False))
 
 
@@ -355,9 +385,24 @@ def buffers_of(tier: Tier) -> int:
     return DiskOptions().memory_bytes if FILE_TIERS[tier].preallocated else 0
 
 
-def stage_state(run: Run, axes: Axes, stage: int) -> RankState:
-    """The state of the ranks of a stage with dp, cp and tp index 0. All ranks of the stage have as many bytes."""
-    return RankState(run, axes, Coordinates(stage, 0, 0, 0), nccl=has_nccl(run.parallel, axes))
+def stage_state(run: Run, axes: Axes, stage: int, *, nccl: bool | None = None) -> RankState:
+    """The state of the ranks of a stage with dp, cp and tp index 0. All ranks of the stage have as many bytes. Runs of
+    which no difference changes their model state share one.
+
+    nccl: default: what the run says.
+    """
+    return _stage_state(_read_by_state(run), axes, stage, has_nccl(run.parallel, axes) if nccl is None else nccl)
+
+
+def _read_by_state(run: Run) -> Run:
+    """The run with the defaults of what no model state depends on: its batch, and what backward computes again."""
+    return replace(run, parallel=replace(run.parallel, recompute_granularity="none"), schedule=ScheduleConfig())
+
+
+# A search asks for the state of a stage with several batches, for its list and for its bytes.
+@lru_cache(maxsize=1024)
+def _stage_state(run: Run, axes: Axes, stage: int, nccl: bool) -> RankState:
+    return RankState(run, axes, Coordinates(stage, 0, 0, 0), nccl=nccl)
 
 
 def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:

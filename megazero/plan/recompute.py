@@ -42,7 +42,7 @@ from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import attention_support, attention_workload, schedules, step_options
 from megazero.pipeline.measured import read_by_a_unit
-from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
+from megazero.pipeline.stage_specs import chunks_of, specs_by_stage, specs_of_stage
 from megazero.plan.activations import (
     ActivationPlan,
     ChunkBytes,
@@ -276,6 +276,4 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
     table = recompute_table(run, axes, kind)
     plan, times = activation_plan(run, kind), run.parallel.tp * micro_batches_of(run, axes)
     inputs = [plan.block(number, FULL).input * times if again == FULL else 0 for number, again in enumerate(table)]
-    return [
-        sum(inputs[number] for spec in specs_of_stage(run, stage) for number in spec.blocks) for stage in range(axes.pp)
-    ]
+    return [sum(inputs[number] for spec in specs for number in spec.blocks) for specs in specs_by_stage(run)]

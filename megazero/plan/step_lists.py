@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from megazero.config.derive import writes_activations
 from megazero.config.schema import Run
 from megazero.config.tiers import plain_unit
-from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.axes import Axes
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.measured import UnitBytes
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
-from megazero.plan.rank_state import RankState, buffers_of, file_bytes, micro_batches_of
+from megazero.plan.rank_state import buffers_of, file_bytes, micro_batches_of, stage_state
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.program.checker import check
 from megazero.program.instruction import ACTIVATION_WRITES, Instruction
@@ -23,7 +23,7 @@ from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest
 from megazero.program.passes.vertical import turn
 from megazero.program.scope import Border
 from megazero.program.shape import RankShape, without_state
-from megazero.program.step import gathered_budget, settling_list, training_step
+from megazero.program.step import StepOptions, gathered_budget, settling_list, training_step
 from megazero.system import device as devices
 
 
@@ -75,13 +75,18 @@ def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
 class StageStep:
     """A training step of the ranks of one stage: all its replicas and tp indexes have one list.
 
-    budget: most bytes of gathered parameters (ZeRO-3). border: what it takes over from the step before, and leaves.
+    options: by which the list was made. border: what it takes over from the step before, and leaves.
     """
 
     shape: RankShape
     instructions: tuple[Instruction, ...]
-    budget: int
+    options: StepOptions
     border: Border
+
+    @property
+    def budget(self) -> int:
+        """Most bytes of gathered parameters (ZeRO-3)."""
+        return gathered_budget(self.instructions, self.shape, self.options)
 
 
 @dataclass(frozen=True)
@@ -171,15 +176,14 @@ class StageLists:
             self._check([self._step(stage, owed=False, early=False) for stage in stages], self.micro_batches)
             shapes = [self.of(stage).shape for stage in stages]
             lists = [settling_list(shape, options) for shape in shapes]
-            self._check([StageStep(*pair, 0, options.settling) for pair in zip(shapes, lists, strict=True)], 0)
+            self._check([StageStep(*pair, options, options.settling) for pair in zip(shapes, lists, strict=True)], 0)
 
     def _step(self, stage: int, *, owed: bool, early: bool) -> StageStep:
         """A step of a stage. owed, early: as in `StepOptions.border_of`."""
         shape, options = self._shape(stage), step_options(self.run)
         schedule, groups = schedules(self.run, stage)(self.micro_batches), options.groups(self.micro_batches)
         listed = training_step(schedule, shape, options, groups=groups, owed=owed, early=early)
-        border = options.border_of(owed=owed, early=early)
-        return StageStep(shape, listed, gathered_budget(listed, shape, options), border)
+        return StageStep(shape, listed, options, options.border_of(owed=owed, early=early))
 
     @staticmethod
     def _check(steps: Sequence[StageStep], micro_batches: int) -> None:
@@ -193,6 +197,6 @@ class StageLists:
 
     def _shape(self, stage: int) -> RankShape:
         if stage not in self._shapes:
-            shape = RankState(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl).shape
+            shape = stage_state(self.run, self.axes, stage, nccl=self.nccl).shape
             self._shapes[stage] = with_kept(shape, self.run, self.axes, stage)
         return self._shapes[stage]

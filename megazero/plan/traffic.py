@@ -204,8 +204,8 @@ def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
         return None
     gathers = [i for i in listed if i.op is Op.GATHER and shape.buckets[i.buckets[0]].gathered]
     gathered = sum(message_bytes(i, shape) for i in gathers)
-    searched = steps.run.parallel.zero3_regather == "step"  # by the pass, for its list
-    return GatheredBytes(stage, step.budget, gathered, least_bytes(listed, shape, step.budget, search=searched))
+    searched, budget = steps.run.parallel.zero3_regather == "step", step.budget  # by the pass, for its list
+    return GatheredBytes(stage, budget, gathered, least_bytes(listed, shape, budget, search=searched))
 
 
 def least_moved(shape: RankShape) -> dict[Lane, int]:

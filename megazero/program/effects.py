@@ -20,7 +20,7 @@ the device. So no backward can come before they are copied back, and nothing can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -126,10 +126,12 @@ def parameters_read(i: Instruction, scope: Scope) -> Iterator[Value]:
 class ParametersRead:
     """From an instruction to the buckets whose whole parameters it reads (`EFFECTS`), by number, in ascending order.
 
-    Every micro-batch has the same computations. What one of them reads is found once.
+    Every micro-batch has the same computations. What one of them reads is found once. among: the buckets that are asked
+    for; None: all.
     """
 
-    def __init__(self, shape: RankShape) -> None:
+    def __init__(self, shape: RankShape, among: Container[int] | None = None) -> None:
+        self._among = range(len(shape.buckets)) if among is None else among
         self._scope = Scope(shape, model_chunks=0)  # no parameter depends on the number of chunks
         self._found: dict[tuple[Kind, int, Units | None], tuple[int, ...]] = {}
 
@@ -137,7 +139,8 @@ class ParametersRead:
         key = i.op, i.chunk, i.units
         if key not in self._found:
             values = [value for which in EFFECTS[i.op].needs for value in which(i, self._scope)]
-            self._found[key] = tuple(sorted({value[1] for value in values if value[0] is Thing.PARAMETERS}))
+            read = {value[1] for value in values if value[0] is Thing.PARAMETERS}
+            self._found[key] = tuple(sorted(bucket for bucket in read if bucket in self._among))
         return self._found[key]
 
 

@@ -249,7 +249,7 @@ LOCAL_LANES = frozenset({Lane.HOST, *(way.lane for way in _BETWEEN.values())})
 
 
 class Instruction(NamedTuple):
-    """One entry of a list. Lists are long and many, so it is a tuple, which is made in less than half the time.
+    """One entry of a list. Lists are long, and a tuple is made in less than half the time of a frozen dataclass.
 
     op           the kind
     micro_batch  of a computation, transfer or copy: number of the micro-batch within the step; -1 for others

@@ -4,6 +4,7 @@ lists: of each stage the model state whose parameters tp divides evenly, and the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.mpu.chunks import ChunkMap
 from megazero.pipeline.schedule import make_orders
-from megazero.pipeline.stage_specs import specs_of_stage
+from megazero.pipeline.stage_specs import specs_by_stage, specs_of_stage
 from megazero.plan.activations import ActivationPlan, ChunkBytes, Moment, binding, chunk_bytes, moments, places
 from megazero.plan.budgets import keeps_all
 from megazero.plan.rank_state import micro_batches_of
@@ -62,10 +63,8 @@ class LeastMemory:
     @cached_property
     def _elements(self) -> tuple[list[int], int]:
         """The parameters of each stage, and those of the smallest block."""
-        counts = parameters_per_layer(self.run.model)
-        of_stages = [
-            sum(elements_of(counts, spec) for spec in specs_of_stage(self.run, stage)) for stage in self.stages
-        ]
+        counts, specs = parameters_per_layer(self.run.model), specs_by_stage(self.run)
+        of_stages = [sum(elements_of(counts, spec) for spec in specs[stage]) for stage in self.stages]
         return of_stages, min(counts.blocks, default=0)
 
     @cached_property
@@ -74,10 +73,10 @@ class LeastMemory:
         if self.run.offload.offload_activations:
             return [0 for _ in self.stages]
         p, micro_batches = self.run.parallel, full_step(self.run, self.axes)
-        most = list[int]()
+        specs, most = specs_by_stage(self.run), list[int]()
         for stage in self.stages:
             when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
-            chunks = self._chunks(stage)
+            chunks = self._chunks(specs[stage])
             most.append(max(max(places(moment, chunks)) for moment in when))
         return most
 
@@ -88,16 +87,16 @@ class LeastMemory:
         """
         if self.run.offload.offload_activations:
             return 0
-        kept = [chunk.kept for chunk in self._chunks(0)]
+        kept = [chunk.kept for chunk in self._chunks(specs_of_stage(self.run, 0))]
         return len(kept) * min(self.axes.pp, micro_batches_of(self.run, self.axes)) * min(kept)
 
     @cached_property
     def _unit_bytes(self) -> tuple[ActivationPlan, RecomputeTable]:
         return activation_plan(self.run, self.kind), recompute_table(self.run, self.axes, self.kind)
 
-    def _chunks(self, stage: int) -> list[ChunkBytes]:
+    def _chunks(self, specs: Sequence[StageSpec]) -> list[ChunkBytes]:
         plan, table = self._unit_bytes
-        return [chunk_bytes(plan, spec, table) for spec in specs_of_stage(self.run, stage)]
+        return [chunk_bytes(plan, spec, table) for spec in specs]
 
     def tensors(self, width: StateWidth, room: float) -> int:
         """Bytes of tensors on the fullest device with model state of this width, at least. The schedule is asked only
@@ -157,10 +156,9 @@ def fullest_stages(run: Run) -> dict[int, range]:
     if pipeline_schedule(run.parallel) in SPLIT:
         return {stage: range(stage, stage + 1) for stage in range(run.parallel.pp)}
     of_model, stages = layers(run.model), dict[object, list[int]]()
-    for stage in range(run.parallel.pp):
+    for stage, specs in enumerate(specs_by_stage(run)):
         shape = tuple(
-            (tuple(of_model[number] for number in spec.blocks), spec.has_embedding, spec.has_head)
-            for spec in specs_of_stage(run, stage)
+            (tuple(of_model[number] for number in spec.blocks), spec.has_embedding, spec.has_head) for spec in specs
         )
         stages.setdefault(shape, []).append(stage)
     return {equal[0]: range(equal[0], equal[-1] + 1) for equal in stages.values()}

@@ -14,7 +14,7 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.schedule import ChunkMap
-from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
+from megazero.pipeline.stage_specs import chunks_of, specs_by_stage
 from megazero.plan.cluster.cluster_times import GRADIENT
 from megazero.plan.cluster.least_memory import elements_of
 from megazero.plan.flops import trained_parameters
@@ -90,9 +90,9 @@ def state_delays(run: Run, axes: Axes, times: ChunkTimes) -> StateDelays:
         reduced, gathered = widths.gradient + (widths.summed or widths.gradient), 0.0
     byte, chunks = times.per_byte[Lane.SHARDS] / axes.tp, chunks_of(run)
     gathers, every, reductions, updated = dict[int, float](), dict[int, float](), list[float](), 0.0
-    for stage in range(axes.pp):
+    for stage, specs in enumerate(specs_by_stage(run)):
         elements = 0
-        for chunk, spec in zip(chunks.of(stage), specs_of_stage(run, stage), strict=True):
+        for chunk, spec in zip(chunks.of(stage), specs, strict=True):
             of_chunk = sum(blocks[number] for number in spec.blocks)
             elements += of_chunk
             gathers[chunk], every[chunk] = elements * gathered * byte, of_chunk * reduced * byte
@@ -109,8 +109,8 @@ def largest_update(run: Run, axes: Axes, times: ChunkTimes) -> float:
     """Seconds in which the stage with most parameters updates those that are its ranks'."""
     counts, shards = parameters_per_layer(run.model), axes.shard_size or axes.dp * axes.cp
     elements = (
-        sum(elements_of(counts, spec) + counts.output * spec.has_head for spec in specs_of_stage(run, stage))
-        for stage in range(axes.pp)
+        sum(elements_of(counts, spec) + counts.output * spec.has_head for spec in specs)
+        for specs in specs_by_stage(run)
     )
     return max(elements) / axes.tp * GRADIENT / (shards if run.parallel.zero_stage else 1) * times.update
 

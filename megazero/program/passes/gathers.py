@@ -60,8 +60,8 @@ class BudgetError(ValueError):
 
 def all_uses(instructions: Sequence[Instruction], shape: RankShape) -> list[Use]:
     """For each instruction of a list the buckets with sharded parameters that it reads (`program.effects`)."""
-    read, gathered = ParametersRead(shape), [bucket.gathered for bucket in shape.buckets]
-    return [tuple(bucket for bucket in read(i) if gathered[bucket]) for i in instructions]
+    sharded = {number for number, bucket in enumerate(shape.buckets) if bucket.gathered}
+    return [*map(ParametersRead(shape, sharded), instructions)]
 
 
 def uses_of(instructions: Sequence[Instruction], shape: RankShape) -> list[Use]:
@@ -212,6 +212,8 @@ def _placement(
     releases: dict[int, list[Instruction]] = defaultdict(list)
     room, last, latest = _room(order, sizes, budget, kept), dict[int, int](), 0
     wanted = _wanted_starts(order, sizes, kept, begins)
+    gather = [Instruction(Op.GATHER, buckets=(bucket,)) for bucket in range(len(sizes))]
+    release = [Instruction(RELEASE, buckets=(bucket,)) for bucket in range(len(sizes))]
     gathered = late = 0
     for number, use in enumerate(order):
         for bucket in use:
@@ -224,12 +226,12 @@ def _placement(
             if bucket in last:
                 if start == free:
                     continue
-                releases[free - 1].append(Instruction(RELEASE, buckets=(bucket,)))
-            gathers[start].append(Instruction(Op.GATHER, buckets=(bucket,)))
+                releases[free - 1].append(release[bucket])
+            gathers[start].append(gather[bucket])
             gathered, late, latest = gathered + sizes[bucket], late + sizes[bucket] * (start == number), start
         last.update(dict.fromkeys(use, number))
     for bucket in sorted(last):
-        releases[last[bucket]].append(Instruction(RELEASE, buckets=(bucket,)))
+        releases[last[bucket]].append(release[bucket])
     return _Placement(gathers, releases, gathered, late)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import Pass, units_of
@@ -40,18 +41,21 @@ def place_reductions(
     group of processes have the same list, so they launch the same reductions in the same order: the last bucket of a
     chunk first.
     """
-    reducing = {lends: reducing_passes(instructions, every=every and lends, groups=groups) for lends in (False, True)}
+    last, each = (reducing_passes(instructions, every=every and lends, groups=groups) for lends in (False, True))
     complete = _completed_by(shape)
+
+    @cache  # micro-batches have the same computations
+    def reductions(chunk: int, units: range, is_last: bool, is_each: bool) -> list[Instruction]:
+        buckets = [bucket for unit in reversed(units) for bucket in complete[chunk, unit]]
+        reduced = [n for n in buckets if (is_each if shape.buckets[n].lends_gradient else is_last)]
+        return [Instruction(Op.REDUCE, buckets=(number,)) for number in reduced]
+
     placed: list[Instruction] = []
     for i in instructions:
         placed.append(i)
         if i.ends_backward:
-            buckets = [bucket for unit in reversed(units_of(i, shape)) for bucket in complete[i.chunk, unit]]
-            placed += [
-                Instruction(Op.REDUCE, buckets=(bucket,))
-                for bucket in buckets
-                if (i.micro_batch, i.chunk) in reducing[shape.buckets[bucket].lends_gradient]
-            ]
+            passed = i.micro_batch, i.chunk
+            placed += reductions(i.chunk, units_of(i, shape), passed in last, passed in each)
     late = [number for number in reversed(shape.trained) if shape.buckets[number].reduced_at_end]
     return (*placed, *(Instruction(Op.REDUCE, buckets=(number,)) for number in late))
 

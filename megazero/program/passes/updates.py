@@ -37,6 +37,8 @@ def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple
     So it follows the next backward, during which the REDUCE has had time to end. Buckets that several stages hold come
     last, because these stages end their backwards at different times.
     """
+    if all(bucket.across == 1 for bucket in shape.buckets):
+        return tuple(instructions)
     last = {i.buckets[0]: at for at, i in enumerate(instructions) if i.op is Op.REDUCE}
     placed: list[Instruction] = []
     waiting: list[Instruction] = []
