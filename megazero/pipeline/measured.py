@@ -1,9 +1,10 @@
-"""Bytes of one unit of a run (embedding, block, head), measured from the unit itself on torch's meta device.
+"""Bytes and work of one unit of a run (embedding, block, head), measured from the unit itself on torch's meta device.
 
 The unit runs forward and backward there by the ways of its own device (`fused_ops.native.stand_in`), without memory and
-without computing, and `pipeline.storages` counts what it makes. It is a stage of one unit, built and run as in
-training, of a tensor-parallel group whose other ranks are not there. A unit runs three times: what is made once
-and then kept (tables of angles, FP8 copies of weights, memory for logits on a CPU) is there from the second time on.
+without computing. `pipeline.storages` counts what it makes, and `pipeline.recorded` what its kernels do. It is a stage
+of one unit, built and run as in training, of a tensor-parallel group whose other ranks are not there. A unit runs three
+times: what is made once and then kept (tables of angles, FP8 copies of weights, memory for logits on a CPU) is there
+from the second time on.
 
 A unit's input, its output's gradient, and parameters with their gradients belong to others and are not counted. Numbers
 that autograd keeps in host memory (the scale of an adapter) are not either, nor is memory that matrix libraries take
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import AttentionSupport, Body
 from fused_ops.native.library import choice
-from fused_ops.native.stand_in import META, standing_for
+from fused_ops.native.stand_in import META, standing_for, witnessed_by
 from megazero.config.derive import FULL, NONE
 from megazero.config.schema import ParallelConfig, Run, ScheduleConfig
 from megazero.model.batch import MicroBatch
@@ -35,6 +36,7 @@ from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, spec_of
 from megazero.pipeline.build import fp8_state, layout_of
+from megazero.pipeline.recorded import KernelLog, Kernels, UnitWork
 from megazero.pipeline.schedule_run import GraphEntry
 from megazero.pipeline.storages import Storages, lone_owners, run_backward
 from megazero.system.collector import without_collections
@@ -88,8 +90,25 @@ class MeasuredCase:
     graded: bool
 
 
+@dataclass(frozen=True)
+class MeasuredUnit:
+    """The bytes and the work of a unit."""
+
+    nbytes: UnitBytes
+    work: UnitWork
+
+
 def measured(case: MeasuredCase) -> UnitBytes:
     """The bytes of a unit. Cases that compute the same are measured once in a process."""
+    return _measured_once(case).nbytes
+
+
+def recorded(case: MeasuredCase) -> UnitWork:
+    """The work of a unit, in the same measurement."""
+    return _measured_once(case).work
+
+
+def _measured_once(case: MeasuredCase) -> MeasuredUnit:
     return _measured(replace(case, run=read_by_a_unit(case.run)), choice(), torch.get_num_threads())
 
 
@@ -109,21 +128,23 @@ def read_by_a_unit(run: Run, samples: int | None = None) -> Run:
 
 
 @cache
-def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
+def _measured(case: MeasuredCase, fused: str, threads: int) -> MeasuredUnit:
     """fused, threads: what else of the process decides how a unit is computed."""
-    late: list[Any] = []
+    late, log = list[Any](), KernelLog()
     _first_use(replace(case, run=read_by_a_unit(case.run, 1)), fused)
     # what a pass leaves in cycles is not freed in the next
-    with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
-        stage = built_unit(case, absent_group(case.run.parallel.tp))
+    with without_collections(), standing_for(case.kind), torch.enable_grad(), Kernels(lone_owners(), log) as storages:
+        stage = built_unit(case, absent_group(case.run.parallel.tp, log.sent))
         batch, targets = batch_of(case.run), list(taken(stage, late))
         storages.leave_out(stage.parameters())
         storages.leave_out(target.into for target in targets)
         storages.leave_out(tensor for tensor in vars(batch).values() if isinstance(tensor, Tensor))
-        deferred = _pass(case, stage, batch, storages, late).deferred
+        deferred = _pass(case, stage, batch, storages, log, late).nbytes.deferred
         for target in targets:
             target.late = None
-        return replace(_pass(case, stage, batch, storages, late), deferred=deferred)
+        with witnessed_by(log):
+            unit = _pass(case, stage, batch, storages, log, late)
+        return replace(unit, nbytes=replace(unit.nbytes, deferred=deferred))
 
 
 @cache
@@ -137,7 +158,7 @@ def _first_use(case: MeasuredCase, fused: str) -> None:
     with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
         stage = built_unit(case, absent_group(case.run.parallel.tp))
         list(taken(stage, late))
-        _pass(case, stage, batch_of(case.run), storages, late)
+        _pass(case, stage, batch_of(case.run), storages, KernelLog(), late)
 
 
 @cache
@@ -221,9 +242,13 @@ class _Lent:
         return 0 if self._storage() is None else self._bytes
 
 
-def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storages, late: list[Any]) -> UnitBytes:
-    """The bytes of a forward and a backward, as of `pipeline.schedule_run`. late: what is for the weights' half of a
-    split backward, which is then cleared.
+def _pass(
+    case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storages, log: KernelLog, late: list[Any]
+) -> MeasuredUnit:
+    """The bytes and the work of a forward and a backward, as of `pipeline.schedule_run`.
+
+    log   what is told of kernels
+    late  what is for the weights' half of a split backward, which is then cleared
     """
     before, lent, hidden, entry = storages.alive, list[_Lent](), None, GraphEntry()
     if not case.spec.has_embedding:
@@ -231,14 +256,16 @@ def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storage
         lent.append(_Lent(storages, hidden))
         hidden = entry.enter(hidden) if case.graded else hidden
     storages.most = storages.alive
+    log.clear()
     output = stage(hidden, batch, (0, 1))
     del hidden
-    size = output.untyped_storage().nbytes()
+    forward_work, size = log.work(), output.untyped_storage().nbytes()
     forward, kept, of_input = storages.most - before, storages.alive - before - size, sum(each.alive for each in lent)
     backward, edge = 0, get_gradient_edge(output) if output.requires_grad else None
     gradient = torch.empty_like(output)
     lent += [_Lent(storages, output), _Lent(storages, gradient)]
     del output
+    log.clear()
     if edge is not None:
         storages.most = storages.alive
         run_backward(edge, gradient)
@@ -250,7 +277,8 @@ def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storage
     waiting = storages.alive + sum(each.alive for each in lent)
     late.clear()
     deferred = waiting - storages.alive - sum(each.alive for each in lent)
-    return UnitBytes(of_input, kept, size, forward, backward, deferred)
+    unit = UnitBytes(of_input, kept, size, forward, backward, deferred)
+    return MeasuredUnit(unit, UnitWork(forward_work, log.work()))
 
 
 def hidden_of(run: Run, stage: Stage) -> Tensor:

@@ -1,42 +1,24 @@
 """The work of one unit of a run (embedding, block, head), recorded from the unit itself on torch's meta device: its
 products by shape, the bytes that all its other kernels move, how many kernels it launches, and its messages over tp.
 
-The unit runs forward and backward there once, as in `pipeline.measured`, and a mode of dispatch sees every operation.
-Kernels of `fused_ops` tell a witness (`fused_ops.native.stand_in`) what they are called with. So a kind of layer needs
-no formula, and what is computed again in a backward is counted because it runs.
+While the unit runs forward and backward there (`pipeline.measured`), a mode of dispatch sees every operation. Kernels
+of `fused_ops` tell a witness (`fused_ops.native.stand_in`) what they are called with. So a kind of layer needs no
+formula, and what is computed again in a backward is counted because it runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from fused_ops.native.library import choice
-from fused_ops.native.stand_in import AttentionWork, standing_for, witnessed_by
-from megazero.config.derive import NONE
-from megazero.model.stage import Stage
-from megazero.mpu.absent import absent_group
-from megazero.pipeline.measured import (
-    MeasuredCase,
-    batch_of,
-    built_unit,
-    first_checkpoint,
-    hidden_of,
-    read_by_a_unit,
-    taken,
-)
-from megazero.pipeline.schedule_run import GraphEntry
-from megazero.pipeline.storages import Storages, run_backward
-from megazero.system.collector import without_collections
+from fused_ops.native.stand_in import AttentionWork
+from megazero.pipeline.storages import Owners, Storages
 
 
 class Product(NamedTuple):
@@ -98,52 +80,8 @@ class UnitWork:
     backward: PassWork
 
 
-def recorded(case: MeasuredCase) -> UnitWork:
-    """The work of a unit. Cases that compute the same are recorded once in a process."""
-    return _recorded(replace(case, run=read_by_a_unit(case.run)), choice())
-
-
-@cache
-def _recorded(case: MeasuredCase, fused: str) -> UnitWork:
-    """fused: what else of the process decides how a unit is computed."""
-    if case.recompute != NONE:
-        first_checkpoint()
-    log = _Log()
-    with ExitStack() as block:
-        block.enter_context(without_collections())
-        block.enter_context(standing_for(case.kind))
-        block.enter_context(torch.enable_grad())
-        stage = built_unit(case, absent_group(case.run.parallel.tp, log.sent))
-        targets = list(taken(stage, []))
-        for target in targets:
-            target.late = None
-        # what is made once and then kept is there from the second time on
-        for _ in range(2):
-            log.clear()
-            with witnessed_by(log), _Kernels(log):
-                forward, backward = _passed(case, stage, log)
-        return UnitWork(forward, backward)
-
-
-def _passed(case: MeasuredCase, stage: Stage, log: _Log) -> tuple[PassWork, PassWork]:
-    """The work of a forward and of a backward."""
-    hidden, entry, batch = None, GraphEntry(), batch_of(case.run)
-    if not case.spec.has_embedding:
-        hidden = hidden_of(case.run, stage)
-        hidden = entry.enter(hidden) if case.graded else hidden
-    log.clear()
-    output = stage(hidden, batch, (0, 1))
-    forward = log.work()
-    gradient = torch.empty_like(output)
-    log.clear()
-    if output.requires_grad:
-        run_backward(get_gradient_edge(output), gradient)
-    entry.leave()
-    return forward, log.work()
-
-
 @dataclass
-class _Log:
+class KernelLog:
     """What has been seen since it was last cleared. It is the witness of kernels (`stand_in.Witness`)."""
 
     products: Counter[Product] = field(default_factory=Counter)
@@ -213,32 +151,32 @@ _SCATTERS = frozenset({"embedding_gradient_sorted", "embedding_gradient_rounded"
 """Kernels that read and write of their first tensor no more than the rows of their last one."""
 
 
-class _Kernels(Storages):
+class Kernels(Storages):
     """Writes the kernels behind operations into a log."""
 
-    def __init__(self, log: _Log) -> None:
-        super().__init__(None)
+    def __init__(self, lone: Owners | None, log: KernelLog) -> None:
+        """lone: as of `Storages`."""
+        super().__init__(lone)
         self._log = log
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_dispatch__(func, types, args, kwargs)
+    def note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         name = func._schema.name
         results = [each for each in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(each, Tensor)]
         if not results or name in _ALLOCATIONS:
-            return made
+            return
         if name in _FACTORS:
             first = _FACTORS[name]
-            summed = args[0] if first and (kwargs or {}).get("beta", 1) else None
+            summed = args[0] if first and kwargs.get("beta", 1) else None
             adds = summed is not None and summed.shape == results[0].shape
             self._log.multiplied(args[first], args[first + 1], results[0], adds=adds)
-            return made
+            return
         given = [tensor for argument in args for tensor in _tensors(argument)]
-        if not func._schema.is_mutable and _shares(results[0], given):
-            return made  # a view
+        overwrites = func._schema.is_mutable or made is args[0]
+        if not overwrites and _shares(results[0], given):
+            return  # a view
         read = given[1:] if name in _LOOKUPS else given
         written = sum(tensor.nbytes for tensor in results) * (1 + (name in _LOOKUPS))
         self._log.kernel(sum(tensor.nbytes for tensor in read) + written)
-        return made
 
 
 def _tensors(argument: Any) -> list[Tensor]:

@@ -57,13 +57,18 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ADD and sys._getframe(1).f_code is _ENGINE and self._adds_in_place(args[0]):
-            return args[0]
-        made = _made(func, args, kwargs or {})
-        self._within = WITHIN[func](*args) if func in WITHIN else 0
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, Tensor):
-                self._meet(tensor, counts=True)
+            made = args[0]
+        else:
+            made = _made(func, args, kwargs or {})
+            self._within = WITHIN[func](*args) if func in WITHIN else 0
+            for tensor in made if isinstance(made, (tuple, list)) else (made,):
+                if isinstance(tensor, Tensor):
+                    self._meet(tensor, counts=True)
+        self.note(func, args, kwargs or {}, made)
         return made
+
+    def note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Is told of each operation, and what it has made: with a sum in place, its first summand."""
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these tensors from now on."""

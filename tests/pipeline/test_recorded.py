@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_ops.attention.reach import Reach
@@ -12,8 +13,9 @@ from megazero.config.derive import FULL, NONE, SELECTIVE
 from megazero.config.layers.kinds import layers
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
-from megazero.pipeline.measured import MeasuredCase
-from megazero.pipeline.recorded import Sent, UnitWork, recorded
+from megazero.pipeline.measured import MeasuredCase, recorded
+from megazero.pipeline.recorded import KernelLog, Kernels, Sent, UnitWork
+from megazero.pipeline.storages import lone_owners, run_backward
 from megazero.plan.flops import attention_core_flops, block_flops, head_flops
 from tests.plan.test_activations import GEMMA, LLAMA, parsed
 
@@ -134,3 +136,21 @@ def test_scores_that_are_stored_move_their_bytes() -> None:
 def test_an_embedding_reads_the_rows_that_it_looks_up() -> None:
     small, large = (work(run_of(f"--vocab-size {size}"), EMBEDDING) for size in (1000, 64000))
     assert small.forward == large.forward and small.backward.moved == large.backward.moved
+
+
+def test_a_sum_in_place_is_a_kernel_too() -> None:
+    """Autograd adds a second gradient to the first one where nobody else has that: a kernel as any other."""
+    factor, logs = torch.empty(2, 2, device="meta"), list[KernelLog]()
+    for lone in (None, lone_owners()):
+        log = KernelLog()
+        with torch.enable_grad(), Kernels(lone, log):
+            for _ in range(2):  # what the first use of an operation leaves in cycles may own the first summand too
+                log.clear()
+                x = torch.empty(2, 2, device="meta", requires_grad=True)
+                y = x @ factor
+                output = y @ factor + y @ factor
+                run_backward(get_gradient_edge(output), torch.empty_like(factor))
+        logs.append(log)
+    apart, in_place = logs
+    assert in_place.work() == apart.work()
+    assert in_place.kernels == 8, "three products and a sum there, three products and the sum of gradients back"

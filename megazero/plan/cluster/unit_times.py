@@ -13,8 +13,8 @@ from typing import NamedTuple
 from megazero.config.derive import NONE, RecomputeTable
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
-from megazero.pipeline.measured import MeasuredCase, read_by_a_unit
-from megazero.pipeline.recorded import PassWork, recorded
+from megazero.pipeline.measured import MeasuredCase, read_by_a_unit, recorded
+from megazero.pipeline.recorded import PassWork
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.kernels import Kernels, constants_of
