@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -60,7 +60,8 @@ class Storages(TorchDispatchMode):
             made = args[0]
         else:
             made = _made(func, args, kwargs or {})
-            self._within = WITHIN[func](*args) if func in WITHIN else 0
+            within = WITHIN.get(func)
+            self._within = 0 if within is None else within(*args)
             for tensor in made if isinstance(made, (tuple, list)) else (made,):
                 if isinstance(tensor, Tensor):
                     self._meet(tensor, counts=True)
@@ -98,17 +99,46 @@ def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operation on the meta device returns."""
     if func._schema.is_mutable and len(func._schema.returns) == 1:
         return kwargs.get("out", args[0])
-    if func in _SHAPES:
-        return _SHAPES[func](*args, **kwargs)
+    if (shaped := _SHAPES.get(func)) is not None:
+        return shaped(*args, **kwargs)
     if torch.Tag.pointwise not in func.tags or "memory_format" in kwargs:  # a copy has an order of its own
         return func(*args, **kwargs)
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     shape = np.broadcast_shapes(*(tensor.shape for tensor in tensors))  # torch's imports its compiler
-    # The same operation on single numbers knows the dtype.
-    small = [torch.ones((1,) * a.dim(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
-    dtype = func(*small, **kwargs).dtype
+    dtype = _dtype_of(func, _kinds(args), tuple(kwargs), _kinds(kwargs.values()), torch.get_default_dtype())
     like = next((tensor for tensor in tensors if tensor.shape == shape), None)
-    return tensors[0].new_empty(shape, dtype=dtype) if like is None else _like(like, dtype=dtype)
+    return _empty(tensors[0], shape, dtype) if like is None else _like(like, dtype=dtype)
+
+
+_Kind = tuple[Any, Any]
+"""What of an argument decides a dtype: of a tensor its dtype and whether it has dimensions; else its type and itself.
+"""
+
+
+def _kinds(arguments: Iterable[Any]) -> tuple[_Kind, ...]:
+    return tuple((a.dtype, a.dim() > 0) if isinstance(a, Tensor) else (type(a), a) for a in arguments)
+
+
+@lru_cache(maxsize=1024)  # a unit has few operations, on many tensors
+def _dtype_of(
+    func: Any, kinds: Sequence[_Kind], names: Sequence[str], named: Sequence[_Kind], default: torch.dtype
+) -> torch.dtype:
+    """The dtype that an elementwise operation makes: the same operation on single numbers knows it. names, named: of
+    arguments by name. default: torch's own.
+    """
+
+    def small(kind: Any, rest: Any) -> Any:
+        return torch.ones((1,) * rest, dtype=kind) if isinstance(kind, torch.dtype) else rest
+
+    made: Tensor = func(
+        *(small(*each) for each in kinds), **{n: small(*each) for n, each in zip(names, named, strict=True)}
+    )
+    return made.dtype
+
+
+def _empty(like: Tensor, size: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """`like.new_empty`, which takes ten times as long on the meta device: there it is written in Python."""
+    return torch.empty(size, dtype=dtype or like.dtype, device=like.device)
 
 
 def _like(
@@ -116,14 +146,14 @@ def _like(
 ) -> Tensor:
     """A tensor of the shape of x, and without a format in its order of memory, without gaps."""
     if x.is_contiguous() or 0 in x.stride() or memory_format is torch.contiguous_format:
-        return x.new_empty(x.shape, dtype=dtype)
+        return _empty(x, x.shape, dtype)
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     back = sorted(range(x.dim()), key=order.__getitem__)
-    return x.new_empty([x.shape[i] for i in order], dtype=dtype).permute(back)
+    return _empty(x, [x.shape[i] for i in order], dtype).permute(back)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1])
+    return _empty(a, (*a.shape[:-1], b.shape[-1]))
 
 
 def _numbers(*bounds: int, dtype: torch.dtype | None = None, device: torch.device, **rest: Any) -> Tensor:
@@ -133,7 +163,7 @@ def _numbers(*bounds: int, dtype: torch.dtype | None = None, device: torch.devic
 def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
     shape = list(tensors[0].shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return tensors[0].new_empty(shape)
+    return _empty(tensors[0], shape)
 
 
 _SHAPES: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
@@ -142,11 +172,12 @@ _SHAPES: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
         torch.ops.aten.bmm.default: _product,
         torch.ops.aten.addmm.default: lambda summand, a, b, **factors: _product(a, b),
         torch.ops.aten.baddbmm.default: lambda summand, a, b, **factors: _product(a, b),
-        torch.ops.aten.embedding.default: lambda table, ids, *rest: table.new_empty(*ids.shape, table.shape[1]),
+        torch.ops.aten.embedding.default: lambda table, ids, *rest: _empty(table, (*ids.shape, table.shape[1])),
         torch.ops.aten.arange.default: _numbers,
         torch.ops.aten.arange.start: _numbers,
         torch.ops.aten.arange.start_step: _numbers,
         torch.ops.aten.cat.default: _joined,
+        torch.ops.aten.new_empty.default: lambda x, size, *, dtype=None, **rest: _empty(x, size, dtype),
         torch.ops.aten.empty_like.default: _like,
         torch.ops.aten.ones_like.default: _like,
         torch.ops.aten.zeros_like.default: _like,

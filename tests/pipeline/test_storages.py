@@ -144,3 +144,24 @@ def test_results_are_those_of_the_device(name: str) -> None:
         made = ELEMENTWISE[name](torch.ones(3, 5, device="meta"), torch.ones(3, 5, device="meta"))
     assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
     assert made.is_meta
+
+
+def dtypes_of_sums(device: str) -> list[torch.dtype]:
+    """Of sums whose summands are equal, and of several types."""
+    numbers = 1, 1.0, True, torch.ones((), device=device)
+    known = [torch.ones(size, dtype=dtype, device=device) for size in ((2,), ()) for dtype in (torch.int64, torch.half)]
+    return [(one + number).dtype for one in known for number in numbers]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_the_dtype_of_an_operation_is_that_of_its_own_arguments(default: torch.dtype) -> None:
+    """What the mode knows of an operation is of these types of numbers alone."""
+    before = torch.get_default_dtype()
+    for now in (before, default):
+        torch.set_default_dtype(now)
+        try:
+            with Storages(None):
+                made = dtypes_of_sums("meta")
+            assert made == dtypes_of_sums("cpu")
+        finally:
+            torch.set_default_dtype(before)
