@@ -118,7 +118,7 @@ class Place(NamedTuple):
 
 def kept_place(i: Instruction, unit: int, part: str = "") -> Place:
     """The place of what a unit keeps of a micro-batch, `i` being a computation of it or a copy of that."""
-    return Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, part=part)
+    return Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, -1, part)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class BufferSizes:
 class MemoryAccount:
     """What is alive on a rank.
 
-    alive   bytes by allocation; totals, micro_batches, units and held, the bytes on the device, are sums of it
+    alive   bytes by allocation; totals and held, the bytes on the device, are sums of it
     pool    the spare buffers
     host    the spare buffers in host memory
     """
@@ -174,18 +174,11 @@ class MemoryAccount:
         self.shape = shape
         self.alive: dict[Place, int] = {}
         self.totals, self.held = dict.fromkeys(MemoryColumn, 0), 0
-        self.micro_batches: Counter[int] = Counter()
-        self.units: Counter[UnitKey] = Counter()
         self.pool, self.host = BufferSizes(), BufferSizes()
-        self._readers: dict[int, UnitKey] = {}
-        for chunk, units in enumerate(shape.units):
-            for number, unit in enumerate(units):
-                for bucket in unit.forward:
-                    self._readers.setdefault(bucket, (chunk, number))
 
     def of_bucket(self, column: MemoryColumn, number: int, part: str = "") -> Place:
         """The place of a bucket in a column."""
-        return Place(column, chunk=self.shape.buckets[number].chunk, bucket=number, part=part)
+        return Place(column, -1, self.shape.buckets[number].chunk, -1, number, part)
 
     def hold(self, place: Place, size: int) -> None:
         """Allocate. Nothing that is alive may have the same place."""
@@ -205,6 +198,25 @@ class MemoryAccount:
         """All bytes on the device, with those that exist at this moment only."""
         return self.held + sum(self.pool.spare) + working
 
+    def _count(self, place: Place, size: int) -> None:
+        self.totals[place.column] += size
+        if place.column is not MemoryColumn.HOST:
+            self.held += size
+
+
+class DetailedAccount(MemoryAccount):
+    """An account that also has the bytes by micro-batch and by unit (`Sample`)."""
+
+    def __init__(self, shape: RankShape) -> None:
+        super().__init__(shape)
+        self.micro_batches: Counter[int] = Counter()
+        self.units: Counter[UnitKey] = Counter()
+        self._readers: dict[int, UnitKey] = {}
+        for chunk, units in enumerate(shape.units):
+            for number, unit in enumerate(units):
+                for bucket in unit.forward:
+                    self._readers.setdefault(bucket, (chunk, number))
+
     def sample(self, number: int, i: Instruction, working: int, *, with_places: bool) -> Sample:
         """This moment."""
         extra = {Place(MemoryColumn.SPARE): sum(self.pool.spare), Place(MemoryColumn.WORKING): working}
@@ -219,10 +231,9 @@ class MemoryAccount:
         )
 
     def _count(self, place: Place, size: int) -> None:
-        self.totals[place.column] += size
+        super()._count(place, size)
         if place.column is MemoryColumn.HOST:
             return
-        self.held += size
         if place.micro_batch >= 0:
             self.micro_batches[place.micro_batch] += size
         if place.bucket in self._readers:

@@ -53,6 +53,11 @@ class StateMemory:
         self.sent: dict[int, Place] = {}
         self.in_blocks: set[int] = set()
 
+    @property
+    def arrives(self) -> bool:
+        """Whether some bucket's parameters are on their way: gathered in blocks, or loaded to be gathered."""
+        return bool(self.in_blocks or self.sent)
+
     def arrived(self, number: int) -> None:
         """A bucket's parameters are read: what was gathered in blocks, or loaded to be gathered, has served."""
         if number in self.in_blocks:
@@ -103,8 +108,11 @@ class StateMemory:
 
     def borrow(self, number: int) -> None:
         """A buffer for the whole gradient of a bucket, unless it is in its column, or has one."""
-        bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.BUFFERS, number)
-        if bucket.lends_gradient and place not in self.account.alive:
+        bucket = self.shape.buckets[number]
+        if not bucket.lends_gradient:
+            return
+        place = self.account.of_bucket(MemoryColumn.BUFFERS, number)
+        if place not in self.account.alive:
             self.account.hold(place, self.account.pool.take(bucket.gradient_bytes))
 
     def reduce(self, i: Instruction) -> None:
@@ -114,8 +122,7 @@ class StateMemory:
             self.borrow(number)
             bucket, held = self.shape.buckets[number], account.of_bucket(MemoryColumn.BUFFERS, number)
             self.launched += 1
-            travelling = held._replace(column=MemoryColumn.TRAVELLING, part=f"reduction {self.launched}")
-            received = travelling._replace(part=f"reduction {self.launched}, in blocks")
+            travelling = account.of_bucket(MemoryColumn.TRAVELLING, number, f"reduction {self.launched}")
             if self.sizes.cast:
                 account.hold(travelling, round(bucket.gradient_bytes * self.sizes.cast))
                 self._look()
@@ -124,10 +131,12 @@ class StateMemory:
                 account.pool.spare.append(borrowed)
             elif borrowed:
                 account.hold(travelling, borrowed)
+            places = [travelling] if travelling in account.alive else []
             if bucket.messages.gradients_in_blocks:
+                received = travelling._replace(part=f"{travelling.part}, in blocks")
                 account.hold(received, bucket.messages.scatter)
                 self._look(bucket.messages.scatter)
-            places = [place for place in (travelling, received) if place in account.alive]
+                places += [received] if received in account.alive else []
             if places:
                 self.in_flight.append(places)
             self._look()

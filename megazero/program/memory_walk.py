@@ -21,6 +21,7 @@ from megazero.program.instruction import ACTIVATION_MOVES, LOAD, RELEASE, UPDATE
 from megazero.program.memory import (
     PASSING,
     BufferSizes,
+    DetailedAccount,
     MemoryAccount,
     MemoryColumn,
     Place,
@@ -51,7 +52,7 @@ def _settled(
     """The buffers of a pool after so many steps that it does not grow any more."""
     found: tuple[int, ...] | None = None
     while True:  # the next step borrows in another order: it may need one more
-        walk = _Walk(scope, sizes, ())
+        walk = _Walk(scope, sizes, (), _Counts(scope))
         pool_of(walk.account).spare += found or ()
         for number, i in enumerate(instructions):
             walk.run(number, i)
@@ -64,20 +65,22 @@ def samples(
     instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, spare: Sequence[int] = ()
 ) -> Iterator[Sample]:
     """The memory at every instruction of a list. spare: the pool's buffers at its begin."""
-    walk = _Walk(scope, sizes, spare)
+    moments = _Samples(scope, with_places=False)
+    walk = _Walk(scope, sizes, spare, moments)
     for number, i in enumerate(instructions):
-        walk.moments.forget()
+        moments.forget()
         walk.run(number, i)
-        yield walk.moments.sample
+        yield moments.sample
 
 
 def peak(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, spare: Sequence[int] = ()) -> Sample:
     """The first instruction at which most bytes are alive, with every allocation. spare: as in `samples`."""
     assert instructions, "a list without instructions"
-    walk = _Walk(scope, sizes, spare, _Moments(scope, with_places=True))
+    moments = _Samples(scope, with_places=True)
+    walk = _Walk(scope, sizes, spare, moments)
     for number, i in enumerate(instructions):
         walk.run(number, i)
-    return walk.moments.sample
+    return moments.sample
 
 
 class Fullest(NamedTuple):
@@ -120,21 +123,9 @@ class _Moments:
     most       bytes of the fullest moment; -1: there was none
     """
 
-    def __init__(self, scope: Scope, *, with_places: bool = False) -> None:
-        self.account, self.with_places = MemoryAccount(scope.shape), with_places
+    def __init__(self, account: MemoryAccount) -> None:
+        self.account, self.most = account, -1
         self.at: tuple[int, Instruction] | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the moment with most bytes."""
-        self.most = -1
-        self._sample: Sample | None = None
-
-    @property
-    def sample(self) -> Sample:
-        """The moment with most bytes since `forget`."""
-        assert self._sample is not None
-        return self._sample
 
     def look(self, working: int = 0) -> None:
         """A moment, with the bytes that exist at this moment only."""
@@ -150,14 +141,39 @@ class _Moments:
 
     def _keep(self, working: int) -> None:
         """Keep what there is at this moment."""
+        raise NotImplementedError
+
+
+class _Samples(_Moments):
+    """Moments that are kept whole."""
+
+    def __init__(self, scope: Scope, *, with_places: bool) -> None:
+        self._detailed, self._with_places = DetailedAccount(scope.shape), with_places
+        super().__init__(self._detailed)
+        self._sample: Sample | None = None
+
+    def forget(self) -> None:
+        """Forget the moment with most bytes."""
+        self.most, self._sample = -1, None
+
+    @property
+    def sample(self) -> Sample:
+        """The moment with most bytes since `forget`."""
+        assert self._sample is not None
+        return self._sample
+
+    def _keep(self, working: int) -> None:
         assert self.at is not None, "no instruction runs yet"
-        self._sample = self.account.sample(*self.at, working, with_places=self.with_places)
+        self._sample = self._detailed.sample(*self.at, working, with_places=self._with_places)
 
 
 class _Counts(_Moments):
     """Moments of which bytes alone are kept, and the number of the instruction."""
 
     fullest = passing = 0
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(MemoryAccount(scope.shape))
 
     def _compare(self, working: int) -> None:
         self.passing = max(self.passing, self._passing(working))  # which of equal moments comes first means nothing
@@ -173,14 +189,13 @@ class _Counts(_Moments):
 class _Walk:
     """The account of one rank on its way through its list."""
 
-    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], moments: _Moments | None = None) -> None:
+    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], moments: _Moments) -> None:
         self.scope, self.shape, self.sizes = scope, scope.shape, sizes
-        self.moments = moments or _Moments(scope)
-        self._look, self.account = self.moments.look, self.moments.account
+        self.moments, self._look, self.account = moments, moments.look, moments.account
         account = self.account
         account.pool.spare += spare
         self.copies = ActivationCopies(account, scope, sizes)
-        self.state = StateMemory(account, sizes, self.moments.look)
+        self.state = StateMemory(account, sizes, moments.look)
         for number, bucket in enumerate(self.shape.buckets):
             stored = 0 if bucket.is_loaded else bucket.stored_bytes
             account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), stored)
@@ -199,9 +214,10 @@ class _Walk:
         """Allocate and free what an instruction does. does: its effects, if they are known."""
         self.moments.at = number, i
         does = does or effects(i, self.scope)
-        for value in does.needs:
-            if value[0] is Thing.PARAMETERS:  # what was gathered in blocks, or loaded to be gathered, is read
-                self.state.arrived(value[1])
+        if self.state.arrives:
+            for value in does.needs:
+                if value[0] is Thing.PARAMETERS:
+                    self.state.arrived(value[1])
         if i.op is Op.FORWARD:
             self._forward(i, does)
         elif i.op is Op.BACKWARD_WEIGHT:
@@ -307,4 +323,4 @@ class _Walk:
     @staticmethod
     def _border(value: Value) -> Place:
         part = "gradient" if value[0] is Thing.HIDDEN_GRADIENT else ""
-        return Place(MemoryColumn.HIDDEN, value[1], value[2], value[3], part=part)
+        return Place(MemoryColumn.HIDDEN, value[1], value[2], value[3], -1, part)
