@@ -82,9 +82,8 @@ class Meetings:
                 return TIED
         return None
 
-    def crosses(self, stage: int, i: Instruction) -> bool:
-        """Whether a collective has members on several stages."""
-        group = self.group_of(stage, i)
+    def crosses(self, group: str | None) -> bool:
+        """Whether the group of a collective has members on several stages."""
         return group is not None and len(self._groups[group].issued) > 1
 
     def take_over(self) -> list[Message]:
@@ -103,10 +102,16 @@ class Meetings:
         return message
 
     def collective(
-        self, stage: int, number: int, i: Instruction, start: float, duration: float, spans: list[Span]
+        self,
+        group: str | None,
+        stage: int,
+        number: int,
+        i: Instruction,
+        start: float,
+        duration: float,
+        spans: list[Span],
     ) -> Message:
-        """Issue a collective. Raises ProgramError if another rank's message of this turn is another."""
-        group = self.group_of(stage, i)
+        """Issue a collective of this group. Raises ProgramError if another rank's message of this turn is another."""
         if group is None:
             spans.append(Span(i, start, start + duration))
             return Message("", start + duration)

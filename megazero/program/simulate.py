@@ -43,7 +43,7 @@ from megazero.program.scope import ON_TIME, Border, Scope
 from megazero.program.shape import IN_FLIGHT, RankShape, without_state
 from megazero.program.simulated_rank import SHARED_LANES, ProcessorQueue, Processors, RankWork, SimulatedRank
 from megazero.program.times import ChunkTimes, Span
-from megazero.program.traffic import message_bytes, updated_bytes
+from megazero.program.traffic import updated_bytes
 from megazero.program.values import Value, describe
 
 
@@ -194,11 +194,13 @@ class _Simulation:
                 if rank.awaited.end is None:
                     return rank.awaited
                 rank.clock, rank.awaited = max(rank.clock, rank.awaited.end), None
-            work = rank.work
+            work, there = rank.work, rank.values
             start = rank.clock
             for values in (work.does.needs, work.does.takes):
                 for value in values:
-                    made = self._made(rank, value)
+                    made = there.get(value)
+                    if made is None:
+                        raise self._unmade(rank, value)
                     if isinstance(made, Message):
                         if made.end is None:
                             return made
@@ -217,12 +219,9 @@ class _Simulation:
                 break
         return None
 
-    def _made(self, rank: SimulatedRank, value: Value) -> float | Message:
-        made = rank.values.get(value)
-        if made is None:
-            what = f"reads {describe(value)}, which no instruction before it has made"
-            raise ProgramError(what, f"stage {rank.number}", rank.next, rank.current)
-        return made
+    def _unmade(self, rank: SimulatedRank, value: Value) -> ProgramError:
+        what = f"reads {describe(value)}, which no instruction before it has made"
+        return ProgramError(what, f"stage {rank.number}", rank.next, rank.current)
 
     def _compute(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         if i.is_compute:
@@ -254,8 +253,8 @@ class _Simulation:
         self._write(rank, work.does, message)
 
     def _communicate(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> Message | None:
-        shape = rank.scope.shape
-        crosses = self.meetings.crosses(rank.number, i)
+        group = self.meetings.group_of(rank.number, i)
+        crosses = self.meetings.crosses(group)
         if crosses and rank.last is not None and rank.last.end is None:
             return rank.last
         before = rank.lanes.get(work.lane)
@@ -263,14 +262,13 @@ class _Simulation:
             if before.end is None:
                 return before
             start = max(start, before.end)
-        size = message_bytes(i, shape)
-        duration = self.times.per_byte.get(work.lane, 0.0) * size + self.times.latency * (size > 0)
-        message = self.meetings.collective(rank.number, rank.next, i, start, duration, rank.messages)
+        duration = self.times.per_byte.get(work.lane, 0.0) * work.moved + self.times.latency * (work.moved > 0)
+        message = self.meetings.collective(group, rank.number, rank.next, i, start, duration, rank.messages)
         rank.lanes[work.lane] = message
         rank.last = message if crosses else rank.last
         rank.awaited = message if self.times.waits else None
         self._write(rank, work.does, message)
-        if i.op is Op.REDUCE and shape.buckets[i.buckets[0]].lends_gradient:
+        if i.op is Op.REDUCE and rank.scope.shape.buckets[i.buckets[0]].lends_gradient:
             self._limit(rank, i.buckets[0], message)
         return None
 

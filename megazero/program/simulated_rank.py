@@ -16,7 +16,7 @@ from megazero.program.instruction import LOCAL_LANES, PARAMETER_LOADS, Instructi
 from megazero.program.meetings import Message
 from megazero.program.scope import Scope
 from megazero.program.times import Span
-from megazero.program.traffic import moved_bytes
+from megazero.program.traffic import message_bytes, moved_bytes
 from megazero.program.values import Thing, Value
 
 SHARED_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST})
@@ -92,7 +92,7 @@ class RankWork(NamedTuple):
 
     does  what it reads and writes
     lane  where it runs
-    moved bytes that it moves on a lane of the rank's own
+    moved bytes that it moves on a lane of the rank's own, or of its message on model state
     """
 
     does: Effects
@@ -141,6 +141,7 @@ class SimulatedRank:
     slots      those of the parts that are on their way
     processors those of its host
     works      those of its instructions, as far as it has come
+    of_state   those of instructions on model state, which are the same in each micro-batch
     ends       when its last computation of each step ended
     """
 
@@ -157,6 +158,7 @@ class SimulatedRank:
     awaited: Message | None = None
     slots: Slots = field(init=False)
     works: list[RankWork] = field(default_factory=list)
+    of_state: dict[Instruction, RankWork] = field(default_factory=dict)
     ends: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
@@ -168,10 +170,19 @@ class SimulatedRank:
     def work(self) -> RankWork:
         """That of the current instruction."""
         if self.next == len(self.works):
-            i, lane, shape = self.current, self.current.lane, self.scope.shape
-            moved = moved_bytes(i, shape) if lane in LOCAL_LANES else 0
-            self.works.append(RankWork(effects(i, self.scope), lane, moved))
+            i = self.current
+            self.works.append(self._work_of(i) if i.micro_batch >= 0 else self._work_on_state(i))
         return self.works[self.next]
+
+    def _work_on_state(self, i: Instruction) -> RankWork:
+        if i not in self.of_state:
+            self.of_state[i] = self._work_of(i)
+        return self.of_state[i]
+
+    def _work_of(self, i: Instruction) -> RankWork:
+        lane, shape = i.lane, self.scope.shape
+        moved = moved_bytes(i, shape) if lane in LOCAL_LANES else message_bytes(i, shape)
+        return RankWork(effects(i, self.scope), lane, moved)
 
     @property
     def is_done(self) -> bool:
