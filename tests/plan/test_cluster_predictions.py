@@ -59,7 +59,11 @@ def test_steps_of_published_runs() -> None:
     # that of 1.7 billion parameters is not explained: docs/numbers/plan.md
     seen = published(lambda row: not row.row["source"].startswith("bigscience") and row.row["model"] != "1.7B")
     assert len(seen) == 11
-    assert max(abs(each.error) for each in seen) < 0.1
+    for (
+        each
+    ) in seen:  # SC21 published whole TFLOP/s, from which the reference has seconds: they are known to half of one
+        rounded = 0.5 / float(each.row.row["tflops_per_gpu"]) if "SC21" in each.row.row["source"] else 0.0
+        assert abs(each.error) < 0.1 + rounded, each.row.row["model"]
 
 
 def test_all_steps_on_one_node() -> None:

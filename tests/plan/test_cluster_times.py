@@ -103,6 +103,7 @@ def test_messages_between_stages_share_the_links_of_a_node() -> None:
     assert one.between_stages(4, 1e9) == pytest.approx(1e9 / 150e9, rel=1e-2)
     assert many.between_stages(8, 1e9) == pytest.approx(8e9 / 100e9, rel=1e-3)
     assert many.between_stages(2, 1e9) == pytest.approx(2e9 / 100e9, rel=1e-3)
+    assert many.between_stages(8, 0) == PLAIN.latency + many.cluster.link.latency
 
 
 MODEL = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16 --global-batch-size 256"

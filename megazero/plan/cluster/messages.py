@@ -81,4 +81,5 @@ class Messages:
             reached = self.constants.stages or self.constants.inside
             return self.constants.latency + nbytes / (self.cluster.device.inside * reached)
         crossing = min(stride, self.cluster.nodes_of)
-        return self.cluster.link.latency + nbytes * crossing / (self.cluster.node_rate * self.constants.between)
+        latency = self.constants.latency + self.cluster.link.latency  # of two ranks on two nodes
+        return latency + nbytes * crossing / (self.cluster.node_rate * self.constants.between)
