@@ -36,7 +36,7 @@ from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, spec_of
 from megazero.pipeline.build import fp8_state, layout_of
-from megazero.pipeline.recorded import KernelLog, Kernels, UnitWork
+from megazero.pipeline.recorded import KernelLog, KernelMode, UnitWork
 from megazero.pipeline.schedule_run import GraphEntry
 from megazero.pipeline.storages import Storages, lone_owners, run_backward
 from megazero.system.collector import without_collections
@@ -133,7 +133,12 @@ def _measured(case: MeasuredCase, fused: str, threads: int) -> MeasuredUnit:
     late, log = list[Any](), KernelLog()
     _first_use(replace(case, run=read_by_a_unit(case.run, 1)), fused)
     # what a pass leaves in cycles is not freed in the next
-    with without_collections(), standing_for(case.kind), torch.enable_grad(), Kernels(lone_owners(), log) as storages:
+    with (
+        without_collections(),
+        standing_for(case.kind),
+        torch.enable_grad(),
+        KernelMode(lone_owners(), log) as storages,
+    ):
         stage = built_unit(case, absent_group(case.run.parallel.tp, log.sent))
         batch, targets = batch_of(case.run), list(taken(stage, late))
         storages.leave_out(stage.parameters())

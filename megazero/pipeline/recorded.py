@@ -151,7 +151,7 @@ _SCATTERS = frozenset({"embedding_gradient_sorted", "embedding_gradient_rounded"
 """Kernels that read and write of their first tensor no more than the rows of their last one."""
 
 
-class Kernels(Storages):
+class KernelMode(Storages):
     """Writes the kernels behind operations into a log."""
 
     def __init__(self, lone: Owners | None, log: KernelLog) -> None:

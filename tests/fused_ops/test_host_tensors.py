@@ -69,8 +69,9 @@ def printed(code: str, *, taken: bool) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of glibc")
 def test_a_tensor_takes_the_hole_of_another_of_its_size() -> None:
-    assert printed(AGAIN, taken=True) == 0
-    assert printed(AGAIN, taken=False) > 25, "torch's own tensors do it too: these are not needed"
+    # of 50 tensors 0 or 1 lie elsewhere, where an object of a few bytes was cut off a hole; of torch's own 30 to 49
+    assert printed(AGAIN, taken=True) < 5
+    assert printed(AGAIN, taken=False) > 15, "torch's own tensors do it too: these are not needed"
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -14,7 +14,7 @@ from megazero.config.layers.kinds import layers
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.pipeline.measured import MeasuredCase, recorded
-from megazero.pipeline.recorded import KernelLog, Kernels, Sent, UnitWork
+from megazero.pipeline.recorded import KernelLog, KernelMode, Sent, UnitWork
 from megazero.pipeline.storages import lone_owners, run_backward
 from megazero.plan.flops import attention_core_flops, block_flops, head_flops
 from tests.plan.test_activations import GEMMA, LLAMA, parsed
@@ -143,7 +143,7 @@ def test_a_sum_in_place_is_a_kernel_too() -> None:
     factor, logs = torch.empty(2, 2, device="meta"), list[KernelLog]()
     for lone in (None, lone_owners()):
         log = KernelLog()
-        with torch.enable_grad(), Kernels(lone, log):
+        with torch.enable_grad(), KernelMode(lone, log):
             for _ in range(2):  # what the first use of an operation leaves in cycles may own the first summand too
                 log.clear()
                 x = torch.empty(2, 2, device="meta", requires_grad=True)

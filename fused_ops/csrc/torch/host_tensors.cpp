@@ -4,6 +4,7 @@
 // ends, so that the hole which the tensor leaves is too small for the same call. The next tensor of its size then takes
 // new pages, until neighbours are freed: a step had holes of 0.4 of what comes and goes in it, and of 1.5 where blocks are
 // computed again. Here a tensor keeps all that was asked for, and its hole fits.
+#ifndef MZ_BORROWED  // tests of another processor's product have no torch to link to
 #include <cstdint>
 #include <cstdlib>
 
@@ -48,3 +49,4 @@ HostTensors host_tensors;  // lives as long as the process: tensors are freed to
 
 // Tensors that exist already are freed as they were allocated. torch's own allocator has priority 0.
 MZ_API void take_host_tensors(int64_t) { c10::SetCPUAllocator(&host_tensors, 1); }
+#endif
