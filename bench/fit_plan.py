@@ -26,12 +26,12 @@ from megazero.config.source import ConfigSource
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.measured import MeasuredCase
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.fit import Floats
 from megazero.plan.cluster.fit import fitted as least_errors
 from megazero.plan.cluster.hardware import Cluster, known_hardware
 from megazero.plan.cluster.kernels import Constants, constants_of
-from megazero.plan.cluster.predict import RowStep
 from megazero.plan.cluster.programs import Program
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.cluster.unit_times import UnitTimer, unit_seconds
@@ -64,10 +64,24 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """What each constant may be. No share exceeds what is published of the best kernels and collectives: 0.89 of 312
-TFLOP/s and 0.8 of 300 GB/s. Adam moves 28 bytes for a parameter. Rows that
-no constant explains do not take a ninth of the links' rate from others.
+TFLOP/s and 0.8 of 300 GB/s. Adam moves 28 bytes for a parameter. Rows that no constant explains do not take a ninth of
+the links' rate from others.
 """
-START = Constants(0.88, 0.75, 3.0, 1.36e-5, 7.0, 0.027, 1.2e-4, 0.79, 0.98, 0.125, 0.5, 28.0)
+START = Constants(
+    products=0.88,
+    bandwidth=0.75,
+    misaligned=3.0,
+    launch=1.36e-5,
+    hiding=7.0,
+    straggling=0.027,
+    latency=1.2e-4,
+    inside=0.79,
+    between=0.98,
+    strided=0.131,
+    blocking=1.0,
+    update=28.0,
+)
+"""Where the fit starts. No row is of a program that reads `blocking`: all of them wait for their messages."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ class MeasuredRow:
 
     @property
     def fits(self) -> bool:
-        return RowStep(self.run, self.cluster, self.program).fits
+        return ClusterStep(self.run, self.cluster, self.program).fits
 
 
 def measured_rows(folder: Path, table: str) -> list[MeasuredRow]:
@@ -197,6 +211,7 @@ def closed_form(works: Sequence[RowWork], constants: Constants) -> Floats:
             sum(map(unit, cases)) + 2 * virtual * rates.blocked(message) * ((stage > 0) + (stage < ends))
             for stage, cases in enumerate(work.stages)
         ]
+        stages[-1] += sum(rates.loss(work.row.run))  # the head is there in every order of chunks but zb-v's
         lanes = rates.lanes(axes)
         behind = work.sent * lanes.per_byte[Lane.SHARDS] + lanes.latency * work.messages * (axes.dp > 1)
         through = sum(stages) + 2 * (axes.pp - 1) * (message - rates.blocked(message))

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fit_plan import PUBLISHED
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
-from megazero.plan.cluster.predict import RowStep, step_of_row
+from megazero.plan.cluster.predict import step_of_row
 from megazero.plan.cluster.programs import DEEPSPEED_BF16
 
 GB = math.sqrt(1e9 * 2**30)
@@ -63,7 +64,7 @@ class MemoryRow:
     """A row of a table with its memory, and its step."""
 
     row: Mapping[str, str]
-    step: RowStep
+    step: ClusterStep
 
     @property
     def said(self) -> float | None:
@@ -107,7 +108,7 @@ def fitted_bytes(rows: Sequence[MemoryRow]) -> float:
     return min((tenth / 10 for tenth in range(-40, 41)), key=error)
 
 
-def _most_parameters(step: RowStep) -> int:
+def _most_parameters(step: ClusterStep) -> int:
     return max(step.memory(stage).state.parameters for stage in step.alike)
 
 

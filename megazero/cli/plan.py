@@ -41,14 +41,18 @@ EXAMPLES = (
 )
 
 
-SEARCHED = "gpus gpu nodes_of interconnect tokens price report measured emit_flags".split()
+SEARCHED = "gpus gpu nodes_of interconnect program tokens price report measured emit_flags".split()
 """The fields of flags that are of a search."""
-NOT_OF_CALIBRATION = "nodes_of interconnect hardware tokens price predict json report measured emit_flags".split()
+NOT_OF_CALIBRATION = (
+    "nodes_of interconnect program hardware tokens price predict json report measured emit_flags".split()
+)
 """The fields of flags that a calibration has no use for."""
 
 
 def arguments() -> Parser:
     parser = command_parser("plan", DESCRIPTION, EXAMPLES, "All flags of `megazero pretrain` are understood, too.")
+    from megazero.plan.cluster.programs import PROGRAMS
+
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="number of devices, which is the number of ranks")
@@ -56,6 +60,7 @@ def arguments() -> Parser:
     add("--nodes-of", type=int, metavar="N", help="devices of a node (default 8)")
     add("--interconnect", metavar="LINKS", help="links of a node to others, as 8xhdr or 4xeth100 (default: the GPU's)")
     add("--hardware", metavar="FILE.yaml", help="more devices and links, in the form of plan/cluster/hardware.yaml")
+    add("--program", choices=PROGRAMS, help="whose step is predicted: megazero's (default), or what another takes")
     add("--tokens", type=float, metavar="N", help="tokens of the whole training (default: of the run's length)")
     add("--price", type=float, metavar="X", help="price of a device and hour")
     add("--predict", type=given_path, metavar="FILE.csv", help="predict each row of a table of runs, a JSON line each")
@@ -165,13 +170,15 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     if problems or parsed is None or cluster is None:
         raise ConfigError(problems)
     from megazero.plan.cluster.candidates import OpenRun
+    from megazero.plan.cluster.programs import OURS, PROGRAMS
     from megazero.report.plan_text import Costs
 
     costs = Costs(_tokens(args, parsed), args.price)
     if costs.price is not None and costs.tokens is None:
         raise ConfigError([f"--price {args.price:g}: goes with --tokens N, or with the length of the run"])
     fixed = parsed.explicit | ({"nodes_of"} if args.nodes_of is not None else set())
-    return PlanRequest(OpenRun.of(parsed.run, cluster, fixed), costs, parsed.run.schedule.rampup_batch_size)
+    program = OURS if args.program is None else PROGRAMS[args.program]
+    return PlanRequest(OpenRun.of(parsed.run, cluster, fixed, program), costs, parsed.run.schedule.rampup_batch_size)
 
 
 def _cluster(args: Namespace) -> Cluster:

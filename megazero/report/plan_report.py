@@ -14,7 +14,7 @@ from megazero.report.measured import measured_beside
 from megazero.report.page.gantt import gantt_of
 from megazero.report.page.parts import Cell, Fact, MemoryBar, Table, TableColumn
 from megazero.report.page.plan_page import plan_page
-from megazero.report.plan_text import DAY, Costs
+from megazero.report.plan_text import DAY, Costs, of_cluster
 from megazero.telemetry.units import count, size
 
 COLUMNS = (
@@ -48,7 +48,7 @@ def plan_html(layouts: BestLayouts, costs: Costs, metrics: Path | None) -> str:
     stages = [f"stage {stage}" for stage in range(best.axes.pp)]
     note = "The whole step of the first layout, on a rank of each stage. All replicas do the same."
     return plan_page(
-        f"Plan for {best.cluster}",
+        f"Plan for {of_cluster(best)}",
         [*_facts(best, costs)],
         [_search(layouts.steps)],
         [*_memories(best)],

@@ -12,6 +12,7 @@ from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.explained import is_fragile, memory_words, parts, schedule_words, why_slower
 from megazero.plan.cluster.layout_flags import layout_flags
 from megazero.plan.cluster.layout_search import BestLayouts
+from megazero.plan.cluster.programs import OURS
 from megazero.program.memory import MemoryColumn
 from megazero.report import text_blocks as blocks
 from megazero.system.words import counted
@@ -53,7 +54,7 @@ class Costs:
 def plan_text(layouts: BestLayouts, costs: Costs) -> str:
     """The table of the best layouts, and the first of them in detail. layouts: with steps."""
     best = layouts.steps[0]
-    head = f"{best.cluster}; global batch {best.run.schedule.global_batch_size:,}"
+    head = f"{of_cluster(best)}; global batch {best.run.schedule.global_batch_size:,}"
     return blocks.sections(
         (head, layouts_table(layouts.steps)),
         ("Why each loses to the first", blocks.bullets([*_losses(layouts.steps)])),
@@ -61,6 +62,11 @@ def plan_text(layouts: BestLayouts, costs: Costs) -> str:
         ("Memory of a rank of each stage", memory_table(best)),
         ("The search", blocks.bullets([*_search(layouts)])),
     )
+
+
+def of_cluster(step: ClusterStep) -> str:
+    """The cluster, and the program if another one runs on it."""
+    return str(step.cluster) + (f", steps of {step.program.name}" if step.program != OURS else "")
 
 
 def layouts_table(steps: Sequence[ClusterStep]) -> str:
@@ -146,6 +152,7 @@ def _search(layouts: BestLayouts) -> Iterator[str]:
 def plan_json(layouts: BestLayouts, costs: Costs) -> dict[str, Any]:
     """The same as plain values."""
     return {
+        "program": layouts.steps[0].program.name,
         "best": [{**layout_json(step, costs), **_why(step, layouts.steps[0])} for step in layouts.steps],
         "looked_at": layouts.looked_at,
         "simulated": layouts.simulated,

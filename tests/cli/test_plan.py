@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megazero.cli.main import main
 from megazero.config.parse import parse_run
+from tests.docs.pages import ROOT
 
 MODEL = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --vocab-size 30003 --seq-length 512 --precision bf16 "
@@ -41,6 +44,38 @@ def test_json_has_the_best_layouts_the_fastest_first(capsys: pytest.CaptureFixtu
     peaks = [sum(stage["device"].values()) for stage in first["stages"]]
     assert first["memory_bytes"] == max(peaks)
     assert all("slower" not in layout and "why_slower" in layout for layout in best[1:])
+
+
+def test_a_step_of_another_program_takes_longer_and_keeps_more(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = f"{MODEL} {CLUSTER} --tp 2 --pp 2 --micro-batch-size 2 --recompute-granularity full"
+    layouts = dict[str, dict[str, Any]]()
+    for program in ("megazero", "megatron-lm", "megatron-deepspeed"):
+        status, out, _ = plan(f"{layout} --program {program} --json", capsys)
+        told = json.loads(out)
+        assert status == 0 and told["program"] == program
+        layouts[program] = first = told["best"][0]
+        assert first["memory_bytes"] == max(sum(stage["device"].values()) for stage in first["stages"])
+    ours, lm, deepspeed = layouts.values()
+    # their stages wait, and their loss moves more
+    assert min(lm["seconds"], deepspeed["seconds"]) > 1.1 * ours["seconds"]
+    # Megatron-DeepSpeed keeps 4.7 bytes more for each parameter
+    assert "program" not in ours["stages"][0]["device"] and deepspeed["stages"][0]["device"]["program"] > 4.7 * 1e6
+    status, out, _ = plan(f"{layout} --program megatron-lm", capsys)
+    assert status == 0 and ", steps of megatron-lm; global batch 16" in out.splitlines()[0]
+
+
+def test_the_step_of_bloom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command of the page, beside the 105.2 s that steps took."""
+    page = (ROOT / "docs/how-to/plan.md").read_text()
+    (words,) = re.findall(r"^megazero plan (.* --program megatron-deepspeed .*)$", page, re.MULTILINE)
+    whole = tmp_path / "whole.yaml"
+    (line,) = re.findall(r"`whole.yaml` of one line, `(.*?)`", page)
+    whole.write_text(line)
+    status, out, _ = plan(f"{words.replace('whole.yaml', str(whole))} --json", capsys)
+    (best,) = json.loads(out)["best"]
+    assert status == 0 and abs(best["seconds"] / 105.2 - 1) < 0.05
+    (written,) = re.findall(r"105.2 s that BLOOM was trained with are predicted \((.*?) s\)", page)
+    assert f"{best['seconds']:.1f}" == written
 
 
 def test_its_flags_and_its_file_are_a_run_with_that_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -163,6 +198,7 @@ def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[s
         ),
         ("--predict nowhere.csv", ["--predict nowhere.csv: No such file or directory"]),
         ("--predict nowhere.csv --gpus 4 --report x.html", ["--gpus --report: --predict takes runs"]),
+        ("--predict nowhere.csv --program megatron-lm", ["--program: --predict takes runs"]),
         ("--predict nowhere.csv --tp 2", ["--tp 2: --predict takes runs from its table alone"]),
     ],
 )

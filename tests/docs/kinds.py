@@ -36,6 +36,7 @@ ELSEWHERE: Mapping[str, str] = {
     r"megazero verify-layout .* --activation swiglu": (
         "tests/verify/test_example.py::test_a_layer_is_proven_and_a_subtle_fault_is_caught"
     ),
+    r"megazero plan .* --program megatron-deepspeed": "tests/cli/test_plan.py::test_the_step_of_bloom",
     r"megazero plan --(calibrate|hardware) here[.]yaml": (
         "tests/calibrate/test_calibration.py::test_an_entry_is_measured_and_a_plan_takes_it"
     ),

@@ -13,7 +13,6 @@ from megazero.config.parse import parse_run
 from megazero.plan.cluster.beside_tensors import Allowance, allowance_of
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
-from megazero.plan.cluster.predict import RowStep
 from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON
 from tests.reference import REFERENCE, needs_reference
 
@@ -77,7 +76,7 @@ def test_what_fits_is_predicted_to_fit() -> None:
 def test_a_program_holds_more_than_ours() -> None:
     cluster = known_hardware().cluster("a100-80gb", 8, None, None)
     run = parse_run([*RUN.split(), "--attention-dropout", "0.1", "--recompute-granularity", "none"], 8)
-    ours, theirs = ClusterStep(run, cluster), RowStep(run, cluster, DEEPSPEED_BF16)
+    ours, theirs = ClusterStep(run, cluster), ClusterStep(run, cluster, DEEPSPEED_BF16)
     for stage in range(4):
         live, blocks = 4 - stage, 2
         sent, scores = live * 256 * 2 * 512 * 2, live * blocks * 8 * 256**2 * 2
@@ -86,7 +85,8 @@ def test_a_program_holds_more_than_ours() -> None:
         assert more == round(4.7 * parameters + scores) + sent
     again = parse_run([*RUN.split(), "--attention-dropout", "0.1", "--recompute-granularity", "selective"], 8)
     for kept in (run, again):
-        more = RowStep(kept, cluster, MEGATRON).taken(0).device_bytes - ClusterStep(kept, cluster).taken(0).device_bytes
+        ours, theirs = ClusterStep(kept, cluster), ClusterStep(kept, cluster, MEGATRON)
+        more = theirs.taken(0).device_bytes - ours.taken(0).device_bytes
         assert more == (4 * 2 * 8 * 256**2 * 2 if kept is run else 0)
 
 

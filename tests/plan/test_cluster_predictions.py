@@ -45,30 +45,25 @@ def published(wanted: Callable[[MeasuredRow], bool]) -> list[Judged]:
 
 def test_steps_on_one_node() -> None:
     seen = unseen(ONE_NODE, 9)
-    assert len(seen) == 48 and mean_error(seen) < 0.08, "a sample: all of them stay below 0.06"
+    assert len(seen) == 48 and mean_error(seen) < 0.08, "a sample: all of them stay below 0.05"
 
 
 def test_steps_of_bloom() -> None:
     seen = published(lambda row: row.row["source"].startswith("bigscience"))
-    assert len(seen) == 5
-    assert all(abs(each.error) < 0.1 for each in seen)
-    assert all(abs(each.error) < 0.05 for each in seen if each.row.row["model"].endswith(("a112", "a128")))
+    assert len(seen) == 5 and all(abs(each.error) < 0.05 for each in seen)
 
 
 def test_steps_of_published_runs() -> None:
     # that of 1.7 billion parameters is not explained: docs/numbers/plan.md
     seen = published(lambda row: not row.row["source"].startswith("bigscience") and row.row["model"] != "1.7B")
     assert len(seen) == 11
-    for (
-        each
-    ) in seen:  # SC21 published whole TFLOP/s, from which the reference has seconds: they are known to half of one
-        rounded = 0.5 / float(each.row.row["tflops_per_gpu"]) if "SC21" in each.row.row["source"] else 0.0
-        assert abs(each.error) < 0.1 + rounded, each.row.row["model"]
+    for each in seen:
+        assert abs(each.error) < 0.1, each.row.row["model"]
 
 
 def test_all_steps_on_one_node() -> None:
     seen = unseen(ONE_NODE, 1)
-    assert len(seen) == 432 and mean_error(seen) <= 0.06
+    assert len(seen) == 432 and mean_error(seen) <= 0.05
     for model in {each.row.model for each in seen}:
         assert rank_correlation([each for each in seen if each.row.model == model]) >= 0.97, model
 

@@ -106,6 +106,20 @@ def test_messages_between_stages_share_the_links_of_a_node() -> None:
     assert many.between_stages(8, 0) == PLAIN.latency + many.cluster.link.latency
 
 
+def test_groups_on_several_boards_share_what_is_between_these() -> None:
+    boards = replace(DEVICE, constants=MappingProxyType({}), board=4, across=40e9)
+    one, many = (Messages(replace(cluster(gpus), device=boards), PLAIN) for gpus in (8, 64))
+    whole = Messages(replace(cluster(8), device=DEVICE), PLAIN)
+    # neighbours of a board have its links; the eight of a node have what is between its two boards
+    assert one.rate(place_of(4, 1, 8)) == 100e9 == whole.rate(place_of(8, 1, 8)) and one.rate(place_of(8, 1, 8)) == 40e9
+    # four pairs, each with a rank on both boards; two pairs of neighbours but one stay on their boards
+    assert one.rate(place_of(2, 4, 8)) == 10e9 and one.rate(place_of(2, 2, 8)) == 100e9
+    # a ring of whole nodes is as slow as its boards; groups with a rank on a node never see them
+    assert many.rate(place_of(16, 1, 8)) == 40e9 and many.rate(place_of(8, 8, 8)) == 12.5e9
+    assert one.between_stages(2, 4e9) == pytest.approx(4e9 / 100e9, rel=1e-2)
+    assert one.between_stages(4, 4e9) == pytest.approx(4 * 4e9 / 40e9, rel=1e-2)
+
+
 MODEL = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16 --global-batch-size 256"
 
 
@@ -126,6 +140,16 @@ def test_a_step_takes_the_sum_of_its_units_and_its_messages() -> None:
     assert not alone.waits and times("--micro-batch-size 4 --no-overlap", 8).waits
 
 
+def test_what_two_stages_share_takes_time_between_them() -> None:
+    """The sums of a tied embedding go from the first stage to the last, also where no other state leaves its set."""
+    constants = constants_of(cluster(64).device)
+    share = 200e9 * constants.between / 8  # of a rank, in what a node sends
+    assert times("--tp 2 --pp 4 --zero-stage 1", 64).per_byte[Lane.ACROSS] == pytest.approx(1 / 2 / share)
+    assert times("--tp 2 --pp 1 --zero-stage 1", 64).per_byte[Lane.ACROSS] == 0.0
+    apart = times("--tp 2 --pp 4 --zero-stage 1 --zero-shard-size 2", 64).per_byte[Lane.ACROSS]
+    assert apart == pytest.approx(3 / 4 / (2 * share * constants.strided))
+
+
 @pytest.mark.parametrize(
     ("program", "words", "parts", "waited"),
     [
@@ -144,6 +168,23 @@ def test_stages_send_as_their_program_does(program: Program, words: str, parts: 
     each = [messages.between_stages(32, nbytes // number) + gathers[number] for number in parts]
     assert rates.message(run, axes_of(run, 64), nbytes) == pytest.approx(sum(each) / 2)
     assert rates.blocked(3.0) == 3.0 * waited
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
+def test_another_programs_loss_moves_more_for_each_logit(tp: int, pp: int) -> None:
+    run = parsed(f"{MODEL} --tp {tp} --pp {pp} --vocab-size 50048 --micro-batch-size 4 --device cuda", 8)
+    device = replace(cluster(8).device, constants=MappingProxyType(asdict(PLAIN)))
+    loud = Program("loud", logits=(30.0, 10.0))
+    ours, theirs = (
+        ClusterRates(replace(cluster(8), device=device), program).times(run, axes_of(run, 8), "cuda")
+        for program in (OURS, loud)
+    )
+    second = 4 * 256 * (50048 // tp) / (2039e9 / 2)  # for each byte of a logit
+    assert theirs.forward[-1] - ours.forward[-1] == pytest.approx(30 * second)
+    assert theirs.backward[-1] - ours.backward[-1] == pytest.approx(10 * second)
+    assert theirs.forward[:-1] == ours.forward[:-1] and ours.units is not None and theirs.units is not None
+    assert theirs.units[-1][-1] - ours.units[-1][-1] == pytest.approx(40 * second)
+    assert theirs.units[:-1] == ours.units[:-1]
 
 
 def test_more_work_takes_longer() -> None:

@@ -98,6 +98,8 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
         ("    watts", "    named: card\n    watts", r"desk: named: 'card' is no pair of a list of names"),
         ("    watts", "    named: [[3, [4]], me]\n    watts", r"desk: named: .* is no pair of a list of names"),
         ("    watts", "    named: [[card], you]\n    watts", r"desk: named: there is no source 'you'"),
+        ("    watts", "    board: [4, me]\n    watts", r"desk: board and across go together"),
+        ("    watts", "    across: [4e9, me]\n    watts", r"desk: board and across go together"),
         ("gpus:", "gpus:\n  Desk: {}", r"gpus: desk is there 2 times"),
         (
             "    watts",

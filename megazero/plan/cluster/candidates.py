@@ -20,7 +20,9 @@ from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.beside_tensors import allowance_of
+from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
+from megazero.plan.cluster.programs import OURS, Program
 from megazero.plan.recompute import recompute_table
 
 Settings = dict[str, Any]
@@ -63,18 +65,24 @@ class Rooms(NamedTuple):
 class OpenRun:
     """A run, the cluster, and which of its settings are fixed.
 
-    run    as the user asks for it, with the defaults of what is open
-    fixed  fields that the user sets
+    run      as the user asks for it, with the defaults of what is open
+    fixed    fields that the user sets
+    program  which is to run it
     """
 
     run: Run
     cluster: Cluster
     fixed: Set[str]
+    program: Program = OURS
 
     @classmethod
-    def of(cls, run: Run, cluster: Cluster, fixed: Set[str]) -> OpenRun:
+    def of(cls, run: Run, cluster: Cluster, fixed: Set[str], program: Program = OURS) -> OpenRun:
         """Without a ramp of the global batch: a plan is for steps of the whole batch, which a ramp only reaches."""
-        return cls(replace(run, schedule=replace(run.schedule, rampup_batch_size=None)), cluster, fixed)
+        return cls(replace(run, schedule=replace(run.schedule, rampup_batch_size=None)), cluster, fixed, program)
+
+    @property
+    def rates(self) -> ClusterRates:
+        return ClusterRates(self.cluster, self.program)
 
     def values(self, field: str, values: Iterator[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of a field: the user's alone, where there is one."""

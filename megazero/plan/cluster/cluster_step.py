@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import NamedTuple
 
+from megazero.config.derive import NONE as STORED
 from megazero.config.derive import keeps_account, micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
-from megazero.pipeline.stage_specs import chunks_of
+from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
+from megazero.plan.activations import moments
 from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of_run
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, full_step, fullest_stages, schedule_orders, short_step
 from megazero.plan.cluster.least_seconds import largest_update, least_messages, least_step, state_delays
+from megazero.plan.cluster.programs import OURS, Program
 from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
-from megazero.plan.recompute import recompute_table
+from megazero.plan.recompute import activation_plan, instructions_of, recompute_table
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
@@ -32,6 +36,8 @@ from megazero.system.host_memory import KEPT_HOLES
 
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
+BY_PROGRAM = "program"
+"""What a program other than ours keeps, in a table of what is alive."""
 LONG = 20_000
 """Computations of all stages up to which the schedule of a step is looked at to its end."""
 
@@ -56,10 +62,13 @@ class ClusterStep:
     """A step of a run on a cluster. Each number is found when it is first asked for.
 
     The run knows its vocabulary and its device, and is legal on so many ranks.
+
+    program  which runs it
     """
 
     run: Run
     cluster: Cluster
+    program: Program = OURS
 
     @cached_property
     def axes(self) -> Axes:
@@ -128,7 +137,8 @@ class ClusterStep:
             fullest, resting = memory.fullest, memory.resting
             # where the two are one memory, the walk has counted what rests in the host's as well
             device = fullest.nbytes - resting.host * self.limits.is_one
-            taken = device + self._added(stage), fullest.host + resting.host, resting.disk
+            added = self._added(stage) + self._kept_by_program(stage)
+            taken = device + added, fullest.host + resting.host, resting.disk
             self._taken[stage] = TakenBytes(*taken)
         return self._taken[stage]
 
@@ -145,6 +155,22 @@ class ClusterStep:
             holes = min(holes, unused + round(KEPT_HOLES * (memory.fullest.nbytes + self.allowance.fixed)))
         return holes - unused
 
+    def _kept_by_program(self, stage: int) -> int:
+        """The bytes that a program other than ours keeps beside a rank's tensors."""
+        if self.program == OURS:
+            return 0
+        run, specs = self.run, specs_of_stage(self.run, stage)
+        alive = [moment.live for moment in moments(instructions_of(run, self.axes, stage), len(specs))]
+        table = recompute_table(run, self.axes, self.kind)
+        whole = [sum(table[number] == STORED for number in spec.blocks) for spec in specs]
+        heads, length = run.model.num_attention_heads // run.parallel.tp, run.model.seq_length
+        scores = heads * length**2 * run.schedule.micro_batch_size * (run.model.attention_dropout > 0)
+        return self.program.more(
+            self.memory(stage).state.parameters,
+            scores * max(sum(map(mul, live, whole)) for live in alive),
+            activation_plan(run, self.kind).hidden_bytes * max(map(sum, alive)) * (self.axes.pp > 1),
+        )
+
     def has_room(self, stage: int) -> bool:
         """Whether a rank of a stage fits."""
         return self.limits.hold(self.taken(stage))
@@ -157,9 +183,12 @@ class ClusterStep:
     @property
     def peaks(self) -> list[TierPeaks]:
         """The fullest moment of the first of equal stages, and what is alive then, with what is beside tensors."""
-        return [self._with_allowance(self.memory(stage).peaks, self._added(stage)) for stage in self.alike]
+        return [self._with_allowance(stage) for stage in self.alike]
 
-    def _with_allowance(self, peaks: TierPeaks, added: int) -> TierPeaks:
+    def _with_allowance(self, stage: int) -> TierPeaks:
+        peaks, added, kept = self.memory(stage).peaks, self._added(stage), self._kept_by_program(stage)
+        if kept:
+            peaks = replace(peaks, device={**peaks.device, BY_PROGRAM: kept})
         tensors = peaks.total_bytes if self.limits.is_one else peaks.device_bytes
         beside = self.allowance.of(tensors + added) - tensors
         return replace(peaks, device={**peaks.device, BESIDE: beside}) if beside else peaks
@@ -195,7 +224,7 @@ class ClusterStep:
 
     @property
     def rates(self) -> ClusterRates:
-        return ClusterRates(self.cluster)
+        return ClusterRates(self.cluster, self.program)
 
     @cached_property
     def times(self) -> ChunkTimes:

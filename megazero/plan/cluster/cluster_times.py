@@ -8,7 +8,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megazero.config.derive import leaving, updates_early
+from megazero.config.derive import leaving, padded_vocab, updates_early
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.graphs import replayed
@@ -18,7 +18,7 @@ from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.kernels import Constants, Kernels, constants_of
 from megazero.plan.cluster.messages import Messages, place_of
 from megazero.plan.cluster.programs import OURS, Program
-from megazero.plan.cluster.unit_times import unit_timer
+from megazero.plan.cluster.unit_times import ChunkSeconds, unit_timer
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.program.instruction import READ_LANES, WRITE_LANES, Lane
@@ -64,6 +64,7 @@ class ClusterRates:
         plan = activation_plan(run, kind)
         timer, table = unit_timer(self._while(run, axes), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
+        chunks[-1] = self.with_loss(chunks[-1], run)
         lanes, message = self.lanes(axes), self.message(run, axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
         blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
@@ -82,6 +83,22 @@ class ClusterRates:
             waits=not run.parallel.overlap or kind == "cpu",
             at_once=self.stages_at_once(axes) if kind == "cpu" else None,
         )
+
+    def with_loss(self, chunk: ChunkSeconds, run: Run) -> ChunkSeconds:
+        """The chunk of the head, with what the loss of the program takes more than ours."""
+        if not any(self.program.logits):
+            return chunk
+        forward, backward = self.loss(run)
+        units = (*chunk.units[:-1], chunk.units[-1] + forward + backward)
+        return ChunkSeconds(chunk.forward + forward, chunk.backward + backward, units)
+
+    def loss(self, run: Run) -> tuple[float, float]:
+        """Seconds of a forward and of a backward that the loss of the program takes more than ours."""
+        tokens = run.schedule.micro_batch_size * run.model.seq_length
+        logits = tokens * padded_vocab(run.model, run.parallel.tp) // run.parallel.tp
+        kernels = Kernels(self.cluster.device, self._constants)
+        forward, backward = (kernels.moved(logits * nbytes) for nbytes in self.program.logits)
+        return forward, backward
 
     def _while(self, run: Run, axes: Axes) -> Cluster:
         """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state, and
@@ -134,6 +151,8 @@ class ClusterRates:
         shards = min(axes.shard_size or replicas, replicas)  # a search asks for the layers of one replica, too
         near = place_of(shards, axes.tp, nodes_of)
         far = place_of(replicas // shards, axes.tp * shards, nodes_of)
+        if far.ranks == 1 and axes.pp > 1:  # parameters of two stages: what is tied is on the first and on the last
+            far = place_of(2, axes.tp * replicas * (axes.pp - 1), nodes_of)
         device, messages = self.cluster.device, self._messages
         host = 1 / device.host
         per_byte = {

@@ -23,7 +23,7 @@ from megazero.system.yaml_file import load_yaml
 OUR_FILE = Path(__file__).with_name("hardware.yaml")
 NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
 """The numbers of a device that are one pair each."""
-OPTIONAL = "update_host read write carried beside".split()
+OPTIONAL = "update_host read write carried beside board across".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
 TABLES = "kind named flops interconnect constants ranks".split()
 """What else an entry may have."""
@@ -67,6 +67,8 @@ class Device:
     read, write   bytes that it reads from disks, and writes there, in a second
     carried       bytes that disks read or write while the host's processors work on them for a second
     beside        as in `program.times.ChunkTimes`
+    board         number of neighbours that have direct links to each other; infinite: all of a node
+    across        bytes that a board sends to another one of its node in a second, one direction
     shared        of a CPU: what a rank has where so many ranks share it, as measured
     named         names that torch gives to such devices
     """
@@ -88,6 +90,8 @@ class Device:
     write: float | None = None
     carried: float | None = None
     beside: float | None = None
+    board: float = math.inf
+    across: float = math.inf
     shared: Mapping[int, Device] = field(default_factory=lambda: MappingProxyType({}))
     named: tuple[str, ...] = ()
 
@@ -108,6 +112,10 @@ class Device:
         numbers = {name: value * part for name in PER_RANK if (value := getattr(near, name)) is not None}
         rates = MappingProxyType({precision: rate * part for precision, rate in near.flops.items()})
         return replace(near, flops=rates, **numbers)
+
+    def crosses_boards(self, reach: int) -> bool:
+        """Whether devices with so many from the first to the last are on several boards of a node."""
+        return reach > self.board
 
     def has_name(self, found: FoundDevice) -> bool:
         """Whether this is the entry of a device of that name. Cards of one name may have different memories."""
@@ -315,6 +323,8 @@ class _Entry:
             str(key): self._number(f"constants: {key}", pair, zero=key not in DIVISORS)
             for key, pair in constants.items()
         }
+        if ("board" in self.entry) != ("across" in self.entry):
+            self.problems.append(f"{self.named}: board and across go together: a board, and what leaves it")
         for key in {*self.entry} - {*NUMBERS, *OPTIONAL, *TABLES}:
             self.problems.append(f"{self.named}: there is no {key}")
         return Device(

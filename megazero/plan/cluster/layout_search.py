@@ -26,7 +26,6 @@ from megazero.config.inventory import parameters
 from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
-from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.least_memory import LeastMemory, StateWidth, state_width
 from megazero.plan.cluster.least_seconds import least_messages
 from megazero.plan.placement import EQUAL
@@ -173,7 +172,7 @@ class LayoutSearch:
         if key not in self._known:
             run = self.asked.with_settings({**{name: settings[name] for name in names}, **placement})
             axes = axes_of(run, self.asked.cluster.gpus)
-            self._known[key] = least_messages(run, axes, ClusterRates(self.asked.cluster).lanes(axes).per_byte)
+            self._known[key] = least_messages(run, axes, self.asked.rates.lanes(axes).per_byte)
         return self._known[key]
 
     def _model_seconds(self, settings: Settings) -> float:
@@ -183,7 +182,7 @@ class LayoutSearch:
         if key not in self._known:
             whole = {name: settings[name] for name in names} | {"pp": 1, "virtual_stages": 1, "pipeline_schedule": None}
             run = self.asked.with_settings(whole | {"activation_memory_budget": None})
-            times = ClusterRates(self.asked.cluster).times(run, axes_of(run, run.parallel.tp), self.asked.kind)
+            times = self.asked.rates.times(run, axes_of(run, run.parallel.tp), self.asked.kind)
             self._known[key] = sum(times.forward) + sum(times.backward)
         return self._known[key]
 
@@ -239,7 +238,7 @@ class LayoutSearch:
         if run is None:
             self.left_out["not legal"] += 1
             return None
-        step = ClusterStep(run, self.asked.cluster)
+        step = ClusterStep(run, self.asked.cluster, self.asked.program)
         kept = self._kept.setdefault(candidate.computed, LeastMemory(run, step.axes, step.kind))
         least = kept.tensors(_width(step), self.asked.rooms.device)
         if least <= self.asked.rooms.device:

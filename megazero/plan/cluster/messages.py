@@ -23,12 +23,14 @@ class GroupPlace:
     on_node  how many of them are on one node
     sharing  groups of the same kind that send through the border of a node at once
     dense    whether those on a node are neighbours
+    reach    devices from the first of them on a node to the last
     """
 
     ranks: int
     on_node: int
     sharing: int
     dense: bool
+    reach: int
 
     @property
     def inside(self) -> bool:
@@ -39,7 +41,7 @@ class GroupPlace:
 def place_of(ranks: int, stride: int, nodes_of: int) -> GroupPlace:
     """The place of a group of ranks that are `stride` apart, on nodes of so many devices."""
     on_node = min(ranks, max(1, nodes_of // stride))
-    return GroupPlace(ranks, on_node, max(1, nodes_of // on_node), stride == 1)
+    return GroupPlace(ranks, on_node, max(1, nodes_of // on_node), stride == 1, (on_node - 1) * stride + 1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class Messages:
 
     def rate(self, place: GroupPlace) -> float:
         """Bytes in a second that a ring of the group sends through each rank, while its like do the same."""
-        inside = self.cluster.device.inside * self.constants.inside
+        device = self.cluster.device
+        inside = device.inside * self.constants.inside
+        if device.crosses_boards(place.reach):
+            inside = min(inside, device.across / place.sharing)
         if place.inside:
             return inside
         border = self.cluster.node_rate * self.constants.between / place.sharing
@@ -78,8 +83,11 @@ class Messages:
         Where some stages have their next one on the same node and others do not, this is that of the slower ones.
         """
         if self.cluster.gpus <= self.cluster.nodes_of:
-            reached = self.constants.stages or self.constants.inside
-            return self.constants.latency + nbytes / (self.cluster.device.inside * reached)
+            device, reached = self.cluster.device, self.constants.stages or self.constants.inside
+            seconds = nbytes / (device.inside * reached)
+            if device.crosses_boards(stride + 1):
+                seconds = max(seconds, nbytes * min(stride, device.board) / device.across)
+            return self.constants.latency + seconds
         crossing = min(stride, self.cluster.nodes_of)
         latency = self.constants.latency + self.cluster.link.latency  # of two ranks on two nodes
         return latency + nbytes * crossing / (self.cluster.node_rate * self.constants.between)

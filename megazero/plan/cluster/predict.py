@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from operator import mul
 from pathlib import Path
 from typing import Any
 
-from megazero.config.derive import NONE
 from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError, ConfigSource
-from megazero.pipeline.stage_specs import specs_of_stage
-from megazero.plan.activations import moments
-from megazero.plan.cluster.cluster_step import ClusterStep, TakenBytes
-from megazero.plan.cluster.cluster_times import ClusterRates
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import Hardware
-from megazero.plan.cluster.programs import MEGATRON, Program
 from megazero.plan.cluster.table_rows import run_of_row
-from megazero.plan.recompute import activation_plan, instructions_of, recompute_table
-
-
-@dataclass(frozen=True, eq=False)
-class RowStep(ClusterStep):
-    """A step of a row, with what the row's program does and holds otherwise than ours."""
-
-    program: Program = MEGATRON
-
-    @property
-    def rates(self) -> ClusterRates:
-        return ClusterRates(self.cluster, self.program)
-
-    def taken(self, stage: int) -> TakenBytes:
-        ours, run = super().taken(stage), self.run
-        specs = specs_of_stage(run, stage)
-        alive = [moment.live for moment in moments(instructions_of(run, self.axes, stage), len(specs))]
-        table = recompute_table(run, self.axes, self.kind)
-        whole = [sum(table[number] == NONE for number in spec.blocks) for spec in specs]
-        heads, length = run.model.num_attention_heads // run.parallel.tp, run.model.seq_length
-        scores = heads * length**2 * run.schedule.micro_batch_size * (run.model.attention_dropout > 0)
-        more = self.program.more(
-            self.memory(stage).state.parameters,
-            scores * max(sum(map(mul, live, whole)) for live in alive),
-            activation_plan(run, self.kind).hidden_bytes * max(map(sum, alive)) * (self.axes.pp > 1),
-        )
-        return ours._replace(device_bytes=ours.device_bytes + more)
 
 
 def predictions(path: Path, hardware: Hardware) -> Iterator[dict[str, Any]]:
@@ -74,14 +40,14 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def step_of_row(row: Mapping[str, str], hardware: Hardware) -> RowStep:
+def step_of_row(row: Mapping[str, str], hardware: Hardware) -> ClusterStep:
     """The step of a row. Where it leaves settings open: the fastest that fits, else that with the least memory. Raises
     ConfigError.
     """
     said = run_of_row(row)
     cluster = hardware.cluster(said.gpu, said.gpus, said.nodes_of, said.interconnect)
     runs = (parse_run(words, said.gpus, _unread) for words in said.choices)
-    steps = [RowStep(run, cluster, said.program) for run in runs]
+    steps = [ClusterStep(run, cluster, said.program) for run in runs]
     if len(steps) == 1:
         return steps[0]
     fitting = [step for step in steps if step.fits]
