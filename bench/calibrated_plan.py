@@ -1,13 +1,15 @@
 """Predicted against measured seconds and memory of small runs on this machine, with an entry of `--calibrate`.
 
-    python -m bench.calibrated_plan                          # calibrates and runs 16 layouts: 8 minutes when idle
+    python -m bench.calibrated_plan                          # calibrates and runs 16 layouts: 10 minutes when idle
     python -m bench.calibrated_plan --hardware here.yaml     # with an entry that is there
-    python -m bench.calibrated_plan --only 1,7               # some of the layouts
+    python -m bench.calibrated_plan --only 1,7 --rounds 5    # some of the layouts, more often
     python -m bench.calibrated_plan --measured runs.json     # runs nothing: predicts what was measured before
     python -m bench.calibrated_plan --quick                  # a short calibration and one layout: does it start?
 
-Seconds: the median of the last steps in the metrics file. Memory: the most bytes of the fullest rank there. Status 1 if
-a layout is off by more than 12% in time or 4% in memory.
+A machine may change its pace every half minute, which is longer than a run. So the layouts run in turns, each once in
+a round, and of both numbers the median of the rounds counts. Seconds of a run: the median of its last steps in the
+metrics file. Memory: the most bytes of the fullest rank there. Status 1 if a layout is off by more than 12% in time or
+4% in memory.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ from megazero.system.words import counted
 
 SECONDS_OFF, MEMORY_OFF = 0.12, 0.04
 """What a prediction may be off by."""
-STEPS, LAST = 14, 9
+STEPS, LAST = 6, 3
 """Steps of a run, and how many of them count."""
+ROUNDS = 3
+"""In each of which every layout runs once."""
 NAME = "here"
 WIDE = (
     "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --vocab-size 4096 --precision bf16 "
@@ -87,14 +91,24 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """A layout that has run. seconds: the median of a step; memory: bytes of the fullest rank; load: of the machine
-    before the run.
+    """A layout that has run, with numbers by round. seconds: the median of a step; memory: bytes of the fullest rank;
+    loads: of the machine before the run.
     """
 
     layout: Layout
-    seconds: float
-    memory: int
-    load: float
+    seconds: tuple[float, ...]
+    memory: tuple[int, ...]
+    loads: tuple[float, ...]
+
+    @property
+    def median(self) -> tuple[float, float]:
+        """(seconds, bytes)."""
+        return statistics.median(self.seconds), statistics.median(self.memory)
+
+    @property
+    def rounds(self) -> str:
+        """The number of rounds, and the milliseconds of the fastest and of the slowest one."""
+        return f"{len(self.seconds)}: {min(self.seconds) * 1e3:,.0f} to {max(self.seconds) * 1e3:,.0f}"
 
 
 @contextmanager
@@ -112,8 +126,8 @@ def data(within: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def run(layout: Layout, folder: Path) -> Seen:
-    """Train with a layout, as a user does. Raises RuntimeError if the run fails."""
+def run(layout: Layout, folder: Path) -> tuple[float, int, float]:
+    """(seconds, bytes, load) of a training with a layout, started as a user does. Raises RuntimeError if it fails."""
     metrics, load = folder / "metrics.jsonl", os.getloadavg()[0]
     metrics.unlink(missing_ok=True)
     flags = ["--metrics-file", str(metrics), "--ranks", str(layout.ranks), *layout.words(folder)]
@@ -124,7 +138,18 @@ def run(layout: Layout, folder: Path) -> Seen:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     seconds = statistics.median(step["step_seconds"] for step in steps[-LAST:])
-    return Seen(layout, seconds, max(step["peak_memory_bytes"] for step in steps), load)
+    return seconds, max(step["peak_memory_bytes"] for step in steps), load
+
+
+def in_turns(layouts: Sequence[Layout], rounds: int, folder: Path) -> list[Seen]:
+    """What the layouts reach, of which each runs once in a round."""
+    done = [list[tuple[float, int, float]]() for _ in layouts]
+    for number in range(1, rounds + 1):
+        for layout, of_layout in zip(layouts, done, strict=True):
+            of_layout.append(run(layout, folder))
+            ranks, seconds = counted(layout.ranks, "rank"), of_layout[-1][0]
+            say(f"round {number}: {layout.model}, {ranks} {layout.flags}: {seconds * 1e3:,.0f} ms")
+    return [Seen(layout, *zip(*of_layout, strict=True)) for layout, of_layout in zip(layouts, done, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -138,17 +163,18 @@ class Compared:
     @property
     def off(self) -> tuple[float, float]:
         """Predicted over measured, minus 1: of seconds and of memory."""
-        return self.seconds / self.seen.seconds - 1, self.memory / self.seen.memory - 1
+        seconds, memory = self.seen.median
+        return self.seconds / seconds - 1, self.memory / memory - 1
 
     @property
     def is_met(self) -> bool:
         return abs(self.off[0]) <= SECONDS_OFF and abs(self.off[1]) <= MEMORY_OFF
 
     def row(self) -> list[str]:
-        layout = self.seen.layout
-        cells = [layout.model, str(layout.ranks), layout.flags.replace(" --nvme-path {folder}", "")]
-        cells += [f"{self.seen.seconds * 1e3:,.0f}", f"{self.seconds * 1e3:,.0f}", f"{self.off[0]:+.1%}"]
-        return [*cells, f"{self.seen.memory / 2**20:,.0f}", f"{self.memory / 2**20:,.0f}", f"{self.off[1]:+.1%}"]
+        layout, (seconds, memory) = self.seen.layout, self.seen.median
+        cells = [layout.model, str(layout.ranks), layout.flags.replace(" --nvme-path {folder}", ""), self.seen.rounds]
+        cells += [f"{seconds * 1e3:,.0f}", f"{self.seconds * 1e3:,.0f}", f"{self.off[0]:+.1%}"]
+        return [*cells, f"{memory / 2**20:,.0f}", f"{self.memory / 2**20:,.0f}", f"{self.off[1]:+.1%}"]
 
 
 def compared(seen: Seen, hardware: Path, folder: Path) -> Compared:
@@ -158,7 +184,7 @@ def compared(seen: Seen, hardware: Path, folder: Path) -> Compared:
     return Compared(seen, step.seconds, step.memory_bytes)
 
 
-HEADS = ("model", "ranks", "flags", "ms", "predicted", "off", "MiB", "predicted", "off")
+HEADS = ("model", "ranks", "flags", "rounds, ms", "ms", "predicted", "off", "MiB", "predicted", "off")
 
 
 def verdict(rows: Sequence[Compared]) -> str:
@@ -187,6 +213,7 @@ def main() -> None:
     parser = parser_of(__doc__, "one rank and one layout: a smoke test")
     parser.add_argument("--hardware", type=Path, metavar="FILE.yaml", help="an entry that is there; else: one is made")
     parser.add_argument("--only", metavar="N,M", help="numbers of layouts, from 1")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in which each layout runs once (%(default)s)")
     parser.add_argument("--measured", type=Path, metavar="FILE.json", help="runs of an earlier call")
     parser.add_argument("--folder", type=Path, help="for swap files, on a disk (default: of temporary files)")
     args = parser.parse_args()
@@ -197,10 +224,7 @@ def main() -> None:
             calibrated(folder / "here.yaml", args.quick)
         hardware = args.hardware or folder / "here.yaml"
         if args.measured is None:
-            seen = list[Seen]()
-            for layout in layouts:
-                seen.append(run(layout, folder))
-                say(f"{counted(layout.ranks, 'rank')} {layout.flags}: {seen[-1].seconds * 1e3:,.0f} ms")
+            seen = in_turns(layouts, 1 if args.quick else args.rounds, folder)
         else:
             kept = json.loads(args.measured.read_text())["runs"]
             seen = [Seen(Layout(**each.pop("layout")), **each) for each in kept]
