@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,8 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import results
-from bench.script import parser_of, report, say
+from bench import compared_steps
+from bench.compared_steps import ENTRY, ComparedStep, StepTable
+from bench.script import report, say
 from megazero.config.parse import parse_run
 from megazero.data.indexed import dtype_for
 from megazero.data.writer import PairWriter
@@ -37,13 +37,11 @@ from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
 from megazero.system.words import counted
 
-SECONDS_OFF, MEMORY_OFF = 0.12, 0.04
-"""What a prediction may be off by."""
+TABLE = StepTable(("model", "ranks", "flags", "rounds, ms"), ("MiB", 2**20), (0, 0), (0.12, 0.04))
 STEPS, LAST = 6, 3
 """Steps of a run, and how many of them count."""
 ROUNDS = 3
 """In each of which every layout runs once."""
-NAME = "here"
 WIDE = (
     "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --vocab-size 4096 --precision bf16 "
     "--global-batch-size 8"
@@ -132,8 +130,7 @@ def run(layout: Layout, folder: Path) -> tuple[float, int, float]:
     metrics.unlink(missing_ok=True)
     flags = ["--metrics-file", str(metrics), "--ranks", str(layout.ranks), *layout.words(folder)]
     command = [sys.executable, "-m", "megazero", "pretrain", *flags]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -152,88 +149,36 @@ def in_turns(layouts: Sequence[Layout], rounds: int, folder: Path) -> list[Seen]
     return [Seen(layout, *zip(*of_layout, strict=True)) for layout, of_layout in zip(layouts, done, strict=True)]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A layout's predicted and measured numbers."""
-
-    seen: Seen
-    seconds: float
-    memory: int
-
-    @property
-    def off(self) -> tuple[float, float]:
-        """Predicted over measured, minus 1: of seconds and of memory."""
-        seconds, memory = self.seen.median
-        return self.seconds / seconds - 1, self.memory / memory - 1
-
-    @property
-    def is_met(self) -> bool:
-        return abs(self.off[0]) <= SECONDS_OFF and abs(self.off[1]) <= MEMORY_OFF
-
-    def row(self) -> list[str]:
-        layout, (seconds, memory) = self.seen.layout, self.seen.median
-        cells = [layout.model, str(layout.ranks), layout.flags.replace(" --nvme-path {folder}", ""), self.seen.rounds]
-        cells += [f"{seconds * 1e3:,.0f}", f"{self.seconds * 1e3:,.0f}", f"{self.off[0]:+.1%}"]
-        return [*cells, f"{memory / 2**20:,.0f}", f"{self.memory / 2**20:,.0f}", f"{self.off[1]:+.1%}"]
-
-
-def compared(seen: Seen, hardware: Path, folder: Path) -> Compared:
+def compared(seen: Seen, hardware: Path, folder: Path) -> ComparedStep:
+    """With what an entry predicts. folder: of data and of swap files."""
     layout = seen.layout
-    cluster = known_hardware(str(hardware)).cluster(NAME, layout.ranks, None, None)
+    cluster = known_hardware(str(hardware)).cluster(ENTRY, layout.ranks, None, None)
     step = ClusterStep(parse_run(layout.words(folder), layout.ranks), cluster)
-    return Compared(seen, step.seconds, step.memory_bytes)
-
-
-HEADS = ("model", "ranks", "flags", "rounds, ms", "ms", "predicted", "off", "MiB", "predicted", "off")
-
-
-def verdict(rows: Sequence[Compared]) -> str:
-    """How far off the predictions are."""
-    words = []
-    for at, (what, most) in enumerate((("time", SECONDS_OFF), ("memory", MEMORY_OFF))):
-        off = [abs(row.off[at]) for row in rows]
-        met = sum(each <= most for each in off)
-        words.append(
-            f"{what}: {met} of {len(rows)} layouts within {most:.0%}, {sum(off) / len(off):.1%} in the mean, "
-            f"{max(off):.1%} at most"
-        )
-    return "; ".join(words)
-
-
-def calibrated(target: Path, quick: bool) -> None:
-    """Write an entry of this machine."""
-    words = ["--calibrate", str(target), "--gpu", NAME, *(["--gpus", "1"] if quick else [])]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "megazero", "plan", *words], env=environment, check=True)
-    say(f"calibrated in {time.perf_counter() - began:.0f} s")
+    words = (layout.model, str(layout.ranks), layout.flags.replace(" --nvme-path {folder}", ""), seen.rounds)
+    return ComparedStep(words, seen.median, (step.seconds, step.memory_bytes))
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "one rank and one layout: a smoke test")
-    parser.add_argument("--hardware", type=Path, metavar="FILE.yaml", help="an entry that is there; else: one is made")
+    parser = compared_steps.steps_parser(__doc__, "one rank and one layout: a smoke test")
     parser.add_argument("--only", metavar="N,M", help="numbers of layouts, from 1")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="in which each layout runs once (%(default)s)")
-    parser.add_argument("--measured", type=Path, metavar="FILE.json", help="runs of an earlier call")
     parser.add_argument("--folder", type=Path, help="for swap files, on a disk (default: of temporary files)")
     args = parser.parse_args()
-    numbers = [1] if args.quick else [int(word) for word in (args.only or "").split(",") if word]
-    layouts = [LAYOUTS[number - 1] for number in numbers] or list(LAYOUTS)
+    compared_steps.leave_threads_to_ranks()
+    chosen = [1] if args.quick else [int(word) for word in (args.only or "").split(",") if word]
+    layouts = [LAYOUTS[number - 1] for number in chosen] or list(LAYOUTS)
     with data(args.folder) as folder:
-        if args.hardware is None:
-            calibrated(folder / "here.yaml", args.quick)
-        hardware = args.hardware or folder / "here.yaml"
-        if args.measured is None:
-            seen = in_turns(layouts, 1 if args.quick else args.rounds, folder)
+        hardware = compared_steps.entry_file(args, folder, ["--gpus", "1"] if args.quick else [])
+        if kept := compared_steps.earlier(args):
+            seen = [Seen(**{**each, "layout": Layout(**each["layout"])}) for each in kept["runs"]]
         else:
-            kept = json.loads(args.measured.read_text())["runs"]
-            seen = [Seen(Layout(**each.pop("layout")), **each) for each in kept]
+            seen = in_turns(layouts, 1 if args.quick else args.rounds, folder)
         rows = [compared(each, hardware, folder) for each in seen]
-        numbers_seen = {"runs": [asdict(each) for each in seen], "hardware": hardware.read_text()}
-    text = f"{results.table(HEADS, [row.row() for row in rows])}\n\n{verdict(rows)}"
-    path = report(args, "calibrated-plan", {"steps": STEPS, "last": LAST}, numbers_seen, text)
+        numbers = {"runs": [asdict(each) for each in seen], "hardware": hardware.read_text()}
+    text = TABLE.text(rows)
+    path = report(args, "calibrated-plan", {"steps": STEPS, "last": LAST}, numbers, text)
     say(f"{text}\n\n{path}")
-    sys.exit(0 if args.quick or all(row.is_met for row in rows) else 1)
+    sys.exit(0 if args.quick or all(TABLE.is_met(row) for row in rows) else 1)
 
 
 if __name__ == "__main__":

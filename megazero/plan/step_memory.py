@@ -155,11 +155,11 @@ class StageMemory:
                 key = loads, i.slot, piece
                 filled[key] = max(filled.get(key, 0), min(size, part.bytes_of(piece)))
         page = LARGE_PAGE if uses_files(self.steps.run) else 1
-        there = (
+        touched = (
             min((sizes.loads if loads else sizes.updates)[piece], math.ceil(nbytes / page) * page)
             for (loads, _, piece), nbytes in filled.items()
         )
-        return max(0, self.state.elsewhere.slots - sum(there))
+        return max(0, self.state.elsewhere.slots - sum(touched))
 
     @property
     def resting(self) -> TierBytes:
