@@ -11,7 +11,7 @@ from uuid import uuid4
 from fused_ops.fp8 import unavailable_reason
 from megazero.calibrate.effort import UNTIMED, Effort
 from megazero.calibrate.entry import (
-    OF_COLLECTIVES,
+    FITS,
     WATTS,
     FittedDevice,
     MachineFacts,
@@ -186,14 +186,19 @@ def _assumed(machine: MachineFacts) -> str:
     return f"not measured: watts, links and messages: {others}; odd rows and what hides the host's work: assumed"
 
 
+def _unseen(one: FittedDevice) -> frozenset[str]:
+    """Numbers and constants that are not measured with so many ranks."""
+    return _ASSUMED.union(FITS[one.device.kind].of_several if one.measurements.ranks == 1 else ())
+
+
 def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
-    device, ranks = one.device, one.measurements.ranks
+    device, ranks, unseen = one.device, one.measurements.ranks, _unseen(one)
 
     def pair(name: str, value: float | str) -> str:
         source = f"{MEASURED}-{ranks}"
         if name in _OF_SYSTEM:
             source = SYSTEM
-        elif name in _ASSUMED or (device.kind == "cuda" and ranks == 1 and name == "inside"):
+        elif name in unseen:
             source = ASSUMED
         return f"[{value if isinstance(value, str) else f'{value:.4g}'}, {source}]"
 
@@ -209,10 +214,10 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
 
 
 def _constant_lines(one: FittedDevice, indent: str) -> Iterator[str]:
-    ranks, updates = one.measurements.ranks, () if one.device.kind == "cuda" else ("update",)
-    measured = {*one.measurements.memory, "waking", *updates}
+    ranks, unseen = one.measurements.ranks, _unseen(one)
+    measured = {*one.measurements.memory, "waking", "update"} - {*FITS[one.device.kind].bounds}
     for name, value in one.device.constants.items():
         source = f"{MEASURED if name in measured else FITTED}-{ranks}"
-        if name in _ASSUMED or (one.device.kind == "cuda" and ranks == 1 and name in OF_COLLECTIVES):
+        if name in unseen:
             source = ASSUMED
         yield f"{indent}{name}: [{value:.4g}, {source}]"

@@ -12,9 +12,8 @@ import pytest
 from megazero.calibrate.calibration import entry_lines
 from megazero.calibrate.effort import CARD, CARD_FP8, FIRST, SECOND, Effort, MeasuredRun, RankMeasurements
 from megazero.calibrate.entry import (
-    ALIGNED_ON_CARDS,
     BETWEEN_CARDS,
-    HIDING_ON_CARDS,
+    CARD_START,
     OF_COLLECTIVES,
     START,
     FittedDevice,
@@ -148,8 +147,7 @@ CARD_RATES = {"to_host": 5e10, "update": 3e11, "update_host": 1e10, "bandwidth":
 def test_a_card_is_fitted_by_runs_of_its_own_and_has_what_it_does_not_show_of_its_kind() -> None:
     like = known_hardware(None).cluster("h200", 1, None, None).device
     unseen = {name: like.constants[name] for name in (*BETWEEN_CARDS, *OF_COLLECTIVES)}
-    start = replace(START, hiding=HIDING_ON_CARDS, misaligned=ALIGNED_ON_CARDS, **unseen)
-    constants = MappingProxyType(asdict(replace(start, **CARD_TRUE)))
+    constants = MappingProxyType(asdict(replace(CARD_START, **unseen, **CARD_TRUE)))
     flops = MappingProxyType({name: share * CARD_LARGE[name] for name, share in CARD_SHARES.items()})
     true = Device("x", "cuda", 1.5e11, flops, 4e12, 132.0, like.inside, 5e10, 1e11, 700.0, "8xndr", constants)
     runs = list[MeasuredRun]()
