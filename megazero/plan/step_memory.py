@@ -29,7 +29,9 @@ from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, TierBytes, trace
 
 LARGE_PAGE = 1 << 21
-"""Bytes of a large page (`disk.buffers.own_pages`)."""
+"""Bytes of a large page (`disk.buffers.own_pages`): Linux's on x86, and on Arm with pages of 4 KiB. A machine says its
+own in /sys/kernel/mm/transparent_hugepage/hpage_pmd_size; a plan may be of a machine that is not there.
+"""
 
 
 @dataclass(frozen=True)
