@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import yaml
 
 from megazero.calibrate.calibration import entry_lines
 from megazero.calibrate.effort import CARD, CARD_FP8, FIRST, SECOND, Effort, MeasuredRun, RankMeasurements
@@ -132,6 +134,16 @@ def test_holes_are_what_is_free_beside_what_comes_and_goes() -> None:
     more = with_large(free=10_000_000, memory=10_000_000).device.constants
     assert more["holes"] > 1.4 * HOLES and more["context"] < CONTEXT
     assert with_large(free=-100_000_000).device.constants["holes"] == 0.0  # less than none is noise
+
+
+def test_an_entry_says_the_threads_of_its_ranks(tmp_path: Path) -> None:
+    """A plan takes the file, though no number has them as its source."""
+    fitted = [fitted_device("here", MACHINE, measured(ranks)) for ranks in (1, 2)]
+    file = tmp_path / "here.yaml"
+    file.write_text("\n".join(entry_lines(MACHINE, fitted, Effort())))
+    said = yaml.safe_load(file.read_text())["sources"]["threads"]
+    assert said.startswith("1 rank of 2 threads, 2 ranks of 1 thread; OMP_NUM_THREADS")
+    assert known_hardware(str(file)).device("here").shared.keys() == {2}
 
 
 def test_measurements_pass_between_processes_as_they_are() -> None:
