@@ -89,7 +89,7 @@ def _compiled_copy(function: FunctionType, signature: tuple[Any, ...]) -> Callab
 def try_compiler(kind: str) -> str | None:
     """Why torch.compile does not work for this kind of device here; None if it does. On the CPU it is tried."""
     if kind == "cuda":
-        return None if find_spec("triton") else "torch.compile makes code for CUDA with triton, which is not installed"
+        return None if find_spec("triton") else "torch.compile makes code for GPUs with triton, which is not installed"
     try:
         compiler()
         x = known_numbers(37, seed=1, dtype=torch.float32)

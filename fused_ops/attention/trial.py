@@ -41,7 +41,7 @@ from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import SUFFIXES, choice, torch_library
 from fused_ops.softmax import alibi_slopes
 
-NO_TRITON = "triton, with which torch.compile makes code for CUDA, is not installed"
+NO_TRITON = "triton, with which torch.compile makes code for GPUs, is not installed"
 ALLOWED = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-2, torch.float64: 1e-9})
 """Largest relative error against float64, in the norm: a few times that of rounding (fp32: of TF32), and far less than
 that of a wrong mask, slope or order of heads.
@@ -114,11 +114,12 @@ def kernel_refusal(kind: str, dtype: torch.dtype) -> str | None:
 
 def static_support(asked: str, length: int | None) -> AttentionSupport:
     """The support as far as it is known without using a device. A torch for processors comes without triton, which says
-    nothing of the machine that has the card: every torch for CUDA brings it.
+    nothing of the machine that has the card: every torch for CUDA or ROCm brings it.
     """
     package = "" if is_installed() else MISSING
-    lacks_triton = torch.version.cuda is not None and find_spec("triton") is None
-    return AttentionSupport(asked, length, package=package, flex=NO_TRITON if lacks_triton else "")
+    is_for_cards = torch.version.cuda is not None or torch.version.hip is not None
+    flex = NO_TRITON if is_for_cards and find_spec("triton") is None else ""
+    return AttentionSupport(asked, length, package=package, flex=flex)
 
 
 @cache

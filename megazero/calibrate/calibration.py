@@ -11,7 +11,7 @@ from uuid import uuid4
 from fused_ops.fp8 import unavailable_reason
 from megazero.calibrate.effort import UNTIMED, Effort
 from megazero.calibrate.entry import (
-    OF_COLLECTIVES,
+    FITS,
     WATTS,
     FittedDevice,
     MachineFacts,
@@ -34,6 +34,8 @@ FLAG = "--calibrate"
 DEFAULT_NAME = "here"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 MEASURED, FITTED, SYSTEM, ASSUMED = "ranks", "fit", "system", "assumed"
+THREADS = "threads"
+"""The source that no number has: it says with how many threads each rank computed."""
 _OF_SYSTEM = frozenset({"memory", "host_memory", "processors"})
 _ASSUMED = frozenset(
     {
@@ -119,12 +121,14 @@ def machine_here() -> MachineFacts:
 
 def line_of(one: FittedDevice) -> str:
     """What was found with a number of ranks, in a line."""
-    device, measurements = one.device, one.measurements
+    device = one.device
     rates = ", ".join(f"{rate / 1e9:.3g} GFLOP/s in {precision}" for precision, rate in device.flops.items())
-    return (
-        f"{counted(measurements.ranks, 'rank')} of {counted(measurements.threads, 'thread')}: {rates}, "
-        f"{device.bandwidth / 1e9:.3g} GB/s; {errors_words(one)}"
-    )
+    return f"{_ranks_words(one)}: {rates}, {device.bandwidth / 1e9:.3g} GB/s; {errors_words(one)}"
+
+
+def _ranks_words(one: FittedDevice) -> str:
+    """How many ranks were measured, and with how many threads each of them."""
+    return f"{counted(one.measurements.ranks, 'rank')} of {counted(one.measurements.threads, 'thread')}"
 
 
 def errors_words(one: FittedDevice) -> str:
@@ -146,6 +150,7 @@ def entry_lines(machine: MachineFacts, fitted: Sequence[FittedDevice], effort: E
     yield f"# constants, flops in {fits}: fitted to the steps of the runs, by the arithmetic that predicts steps."
     yield "# flops in other precisions: of a large product, with the mean share that these reach in steps."
     yield "# ranks: what each rank has where so many share the machine; of other numbers a part of the nearest."
+    yield f"# {THREADS}: of each rank, by number of ranks. A run whose ranks have others is not what was measured."
     yield "sources:"
     yield from (f"  {name}: {quoted(text)}" for name, text in sources(machine, fitted).items())
     yield "gpus:"
@@ -166,9 +171,9 @@ def quoted(text: str) -> str:
 def sources(machine: MachineFacts, fitted: Sequence[FittedDevice]) -> Mapping[str, str]:
     """Where the numbers come from."""
     known = {SYSTEM: f"what the operating system says of {machine.name}, of which each rank has a part"}
+    known[THREADS] = f"{', '.join(map(_ranks_words, fitted))}; OMP_NUM_THREADS may give a run's ranks others"
     for one in fitted:
-        ranks, words = one.measurements.ranks, counted(one.measurements.ranks, "rank")
-        on = f"{machine.name}, {words} of {counted(one.measurements.threads, 'thread')}"
+        ranks, on = one.measurements.ranks, f"{machine.name}, {_ranks_words(one)}"
         known[f"{MEASURED}-{ranks}"] = f"measured on {on}"
         known[f"{FITTED}-{ranks}"] = f"fitted to measured steps on {on}: {errors_words(one)}"
     known[ASSUMED] = _assumed(machine)
@@ -186,14 +191,19 @@ def _assumed(machine: MachineFacts) -> str:
     return f"not measured: watts, links and messages: {others}; odd rows and what hides the host's work: assumed"
 
 
+def _unseen(one: FittedDevice) -> frozenset[str]:
+    """Numbers and constants that are not measured with so many ranks."""
+    return _ASSUMED.union(FITS[one.device.kind].of_several if one.measurements.ranks == 1 else ())
+
+
 def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
-    device, ranks = one.device, one.measurements.ranks
+    device, ranks, unseen = one.device, one.measurements.ranks, _unseen(one)
 
     def pair(name: str, value: float | str) -> str:
         source = f"{MEASURED}-{ranks}"
         if name in _OF_SYSTEM:
             source = SYSTEM
-        elif name in _ASSUMED or (device.kind == "cuda" and ranks == 1 and name == "inside"):
+        elif name in unseen:
             source = ASSUMED
         return f"[{value if isinstance(value, str) else f'{value:.4g}'}, {source}]"
 
@@ -209,10 +219,10 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
 
 
 def _constant_lines(one: FittedDevice, indent: str) -> Iterator[str]:
-    ranks, updates = one.measurements.ranks, () if one.device.kind == "cuda" else ("update",)
-    measured = {*one.measurements.memory, "waking", *updates}
+    ranks, unseen = one.measurements.ranks, _unseen(one)
+    measured = {*one.measurements.memory, "waking", "update"} - {*FITS[one.device.kind].bounds}
     for name, value in one.device.constants.items():
         source = f"{MEASURED if name in measured else FITTED}-{ranks}"
-        if name in _ASSUMED or (one.device.kind == "cuda" and ranks == 1 and name in OF_COLLECTIVES):
+        if name in unseen:
             source = ASSUMED
         yield f"{indent}{name}: [{value:.4g}, {source}]"

@@ -4,7 +4,7 @@ to the seconds of whole steps, by the same arithmetic that predicts steps afterw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
@@ -54,16 +54,16 @@ START = Constants(
 """Where a fit begins. A processor launches its kernels and carries its messages itself, so that nothing of these hides
 behind anything; no length of a row is odd for it; and one machine has no links between nodes.
 """
-HIDING_ON_CARDS = 20.0
-"""`Constants.hiding` of cards: an H200's steps took what its host took, or what the card took, whichever was longer."""
-ALIGNED_ON_CARDS = 3.0
-"""`Constants.misaligned` of tensor cores, as fitted to an A100."""
+CARD_START = replace(START, hiding=20.0, misaligned=3.0, stages=0.0)
+"""The same of a GPU. An H200's steps took what its host took, or what the card took, whichever was longer; the odd rows
+of tensor cores are as fitted to an A100; and messages between stages, if they are not measured, are as collectives.
+"""
 WATTS, CARD_WATTS = 15.0, 500.0
 """Of a core, and of a card that nobody knows, as assumed."""
 BETWEEN_CARDS = ("straggling", "between", "strided", "blocking")
 """Constants that one machine's cards do not show."""
 OF_COLLECTIVES = ("latency", "inside")
-"""Constants that one card alone does not show either."""
+"""Constants that one card alone does not show either. A device has a number `inside`, too."""
 NO_LINKS, NO_LINK = "1xeth10", Link("eth10", 1.25e9, 25e-6)
 
 
@@ -100,14 +100,15 @@ class MachineFacts:
 
     def unseen(self, ranks: int) -> dict[str, float]:
         """The constants of messages that so many cards of one machine do not show, where others of their kind did."""
-        names = BETWEEN_CARDS + OF_COLLECTIVES * (ranks == 1)
+        names = BETWEEN_CARDS + FITS[self.kind].of_several * (ranks == 1)
         return {} if self.like is None else {name: self.like.constants[name] for name in names}
 
 
 def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasurements) -> FittedDevice:
     """The device that these measurements describe."""
     latency, inside = message_times(measurements.collectives, measurements.ranks)
-    rates, shared = measurements.rates, measurements.ranks if machine.kind == "cpu" else 1
+    rates, of_kind = measurements.rates, FITS[machine.kind]
+    shared = measurements.ranks if of_kind.is_shared else 1
     own = min(1.0, machine.cores / shared)  # a rank has so much of a processor for what a processor's second does
     device = Device(
         name,
@@ -124,19 +125,14 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
         update_host=rates["update_host"],
         read=rates.get("read"),
         write=rates.get("write"),
-        carried=rates["carried"] * own if machine.kind == "cpu" and "carried" in rates else None,
+        carried=rates["carried"] * own if of_kind.is_shared and "carried" in rates else None,
         beside=rates.get("beside"),
     )
-    start = replace(START, latency=latency, waking=rates.get("waking", 0.0))
+    start = replace(of_kind.start, latency=latency, waking=rates.get("waking", 0.0))
     if measurements.stages:
         start = replace(start, stages=message_times(measurements.stages, 2, halves=False)[1] / device.inside)
-    if machine.kind == "cuda":
-        stages = start.stages if measurements.stages else 0.0  # as collectives
-        unseen = {"stages": stages, **machine.unseen(measurements.ranks)}
-        start = replace(start, hiding=HIDING_ON_CARDS, misaligned=ALIGNED_ON_CARDS, **unseen)
-    device, errors = fit_steps(device, start, measurements)
-    beside = beside_on_card(device, measurements) if machine.kind == "cuda" else fit_memory(device, measurements)
-    known = {**device.constants, **measurements.memory, **beside}
+    device, errors = fit_steps(device, replace(start, **machine.unseen(measurements.ranks)), measurements)
+    known = {**device.constants, **measurements.memory, **of_kind.beside(device, measurements)}
     return FittedDevice(replace(device, constants=MappingProxyType(known)), measurements, tuple(errors))
 
 
@@ -184,7 +180,7 @@ def products_of(run: Run) -> str:
 
 def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) -> tuple[Device, list[float]]:
     """(the device with what its products reach in steps, and its constants, the errors of the runs)."""
-    runs, of_kind = steps_of(device, measurements), BOUNDS if device.kind == "cpu" else CARD_BOUNDS
+    runs, of_kind = steps_of(device, measurements), FITS[device.kind].bounds
     precisions = sorted({products_of(run) for run in runs} & {*device.flops})
     seconds = np.array([each.seconds for each in measurements.runs])
 
@@ -243,3 +239,30 @@ def fit_memory(device: Device, measurements: RankMeasurements) -> dict[str, floa
     context = max(0.0, float(taken[~has_narrow].mean() if not has_narrow.all() else taken.mean() if own else 0.0))
     added = max(0.0, float(taken[has_narrow].mean()) - context) if has_narrow.any() else 0.0
     return {"context": context, "narrow": added, "holes": holes}
+
+
+@dataclass(frozen=True)
+class KindFit:
+    """How a kind of device is fitted.
+
+    bounds      of the constants that are fitted to steps, by name; `update`, where it has none, follows from its rate
+    start       of the fit
+    beside      finds what lies beside tensors in memory, by name
+    is_shared   whether the ranks of a machine share its only device
+    of_several  what one rank alone does not show
+    """
+
+    bounds: Mapping[str, tuple[float, float]]
+    start: Constants
+    beside: Callable[[Device, RankMeasurements], dict[str, float]]
+    is_shared: bool
+    of_several: tuple[str, ...]
+
+
+FITS: Mapping[str, KindFit] = MappingProxyType(
+    {
+        "cpu": KindFit(BOUNDS, START, fit_memory, is_shared=True, of_several=()),
+        "cuda": KindFit(CARD_BOUNDS, CARD_START, beside_on_card, is_shared=False, of_several=OF_COLLECTIVES),
+    }
+)
+"""By kind of device."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ WOKEN = 1 << 17
 """Elements of a tensor that a kernel divides among threads, and that a cache holds."""
 OF_8_BITS = 8192
 """Rows and columns of the matrices of FP8 whose product is timed."""
+RunsAndMemory = tuple[list[MeasuredRun], dict[str, float]]
 DISKS = "--offload-optimizer", "nvme", "--nvme-path"
 
 
@@ -75,23 +77,48 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
     first, *others = effort.runs[process]
     together = run_of(first, ranks, kind)
     with launch(together, environment) as grid:
-        group = 0 if process else _group_bytes(grid)
-        whole = _timed(first, together, grid, grid, effort)
-        timed = [replace(whole, memory=(whole.memory or 0) - GROUPS * group)]
-        memory = {} if process else {"compiler": float(_compiler_bytes(grid)), "group": float(group)}
-        alone = single_process_grid(grid.device)
-        for words in others:
-            of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort)
-            # a CPU's process has what was there before, too
-            timed.append(of_others if kind == "cuda" else replace(of_others, memory=None, free=None))
-        if kind == "cuda":
-            memory = {"context": float(devices.context_bytes(grid.device))}  # with the kernels of all runs
+        timed, memory = WITH_MEMORY[kind](_timed_runs(first, together, others, grid, effort), grid, process == 0)
         known = RankMeasurements(ranks, torch.get_num_threads(), {}, {}, memory, (), (), tuple(timed))
         if process:
             return known
         flops, rates = _rates(grid, folder, effort)
         messages = (tuple(_collectives(grid, effort)), tuple(_stages(grid, effort))) if ranks > 1 else ((), ())
     return replace(known, flops=flops, rates=rates, collectives=messages[0], stages=messages[1])
+
+
+def _timed_runs(
+    first: Flags, together: Run, others: Sequence[Flags], grid: ProcessGrid, effort: Effort
+) -> Iterator[MeasuredRun]:
+    """The first run, of all ranks together, and then the others, of each rank alone. Each is made when it is asked
+    for.
+    """
+    yield _timed(first, together, grid, grid, effort)
+    alone = single_process_grid(grid.device)
+    for words in others:
+        yield _timed(words, run_of(words, 1, grid.device.type), alone, grid, effort)
+
+
+def on_cpu(timed: Iterator[MeasuredRun], grid: ProcessGrid, is_first: bool) -> RunsAndMemory:
+    """The runs, and bytes beside tensors by name. Only the first run tells its memory: a process that makes another one
+    has what was there before. is_first: whether this is the first process of each rank, which measures the bytes.
+    """
+    group = _group_bytes(grid) if is_first else 0
+    whole = next(timed)
+    memory = {"compiler": float(_compiler_bytes(grid)), "group": float(group)} if is_first else {}
+    first = replace(whole, memory=(whole.memory or 0) - GROUPS * group)
+    return [first, *(replace(other, memory=None, free=None) for other in timed)], memory
+
+
+def on_card(timed: Iterator[MeasuredRun], grid: ProcessGrid, is_first: bool) -> RunsAndMemory:
+    """The same of a GPU, which tells the memory of each run. The context has the kernels of all of them."""
+    runs = [*timed]
+    return runs, {"context": float(devices.context_bytes(grid.device))} if is_first else {}
+
+
+WITH_MEMORY: Mapping[str, Callable[[Iterator[MeasuredRun], ProcessGrid, bool], RunsAndMemory]] = MappingProxyType(
+    {"cpu": on_cpu, "cuda": on_card}
+)
+"""By kind of device: what makes the runs of a process, and measures the bytes that it takes beside tensors."""
 
 
 def _group_bytes(grid: ProcessGrid) -> int:

@@ -29,7 +29,9 @@ from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, TierBytes, trace
 
 LARGE_PAGE = 1 << 21
-"""Bytes of a large page (`disk.buffers.own_pages`)."""
+"""Bytes of a large page (`disk.buffers.own_pages`): Linux's on x86, and on Arm with pages of 4 KiB. A machine says its
+own in /sys/kernel/mm/transparent_hugepage/hpage_pmd_size; a plan may be of a machine that is not there.
+"""
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,11 @@ class StageMemory:
                 key = loads, i.slot, piece
                 filled[key] = max(filled.get(key, 0), min(size, part.bytes_of(piece)))
         page = LARGE_PAGE if uses_files(self.steps.run) else 1
-        there = (
+        touched = (
             min((sizes.loads if loads else sizes.updates)[piece], math.ceil(nbytes / page) * page)
             for (loads, _, piece), nbytes in filled.items()
         )
-        return max(0, self.state.elsewhere.slots - sum(there))
+        return max(0, self.state.elsewhere.slots - sum(touched))
 
     @property
     def resting(self) -> TierBytes:

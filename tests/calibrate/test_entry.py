@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import yaml
 
 from megazero.calibrate.calibration import entry_lines
 from megazero.calibrate.effort import CARD, CARD_FP8, FIRST, SECOND, Effort, MeasuredRun, RankMeasurements
 from megazero.calibrate.entry import (
-    ALIGNED_ON_CARDS,
     BETWEEN_CARDS,
-    HIDING_ON_CARDS,
+    CARD_START,
     OF_COLLECTIVES,
     START,
     FittedDevice,
@@ -135,6 +136,16 @@ def test_holes_are_what_is_free_beside_what_comes_and_goes() -> None:
     assert with_large(free=-100_000_000).device.constants["holes"] == 0.0  # less than none is noise
 
 
+def test_an_entry_says_the_threads_of_its_ranks(tmp_path: Path) -> None:
+    """A plan takes the file, though no number has them as its source."""
+    fitted = [fitted_device("here", MACHINE, measured(ranks)) for ranks in (1, 2)]
+    file = tmp_path / "here.yaml"
+    file.write_text("\n".join(entry_lines(MACHINE, fitted, Effort())))
+    said = yaml.safe_load(file.read_text())["sources"]["threads"]
+    assert said.startswith("1 rank of 2 threads, 2 ranks of 1 thread; OMP_NUM_THREADS")
+    assert known_hardware(str(file)).device("here").shared.keys() == {2}
+
+
 def test_measurements_pass_between_processes_as_they_are() -> None:
     assert RankMeasurements.read(measured(2).text()) == measured(2)
 
@@ -148,8 +159,7 @@ CARD_RATES = {"to_host": 5e10, "update": 3e11, "update_host": 1e10, "bandwidth":
 def test_a_card_is_fitted_by_runs_of_its_own_and_has_what_it_does_not_show_of_its_kind() -> None:
     like = known_hardware(None).cluster("h200", 1, None, None).device
     unseen = {name: like.constants[name] for name in (*BETWEEN_CARDS, *OF_COLLECTIVES)}
-    start = replace(START, hiding=HIDING_ON_CARDS, misaligned=ALIGNED_ON_CARDS, **unseen)
-    constants = MappingProxyType(asdict(replace(start, **CARD_TRUE)))
+    constants = MappingProxyType(asdict(replace(CARD_START, **unseen, **CARD_TRUE)))
     flops = MappingProxyType({name: share * CARD_LARGE[name] for name, share in CARD_SHARES.items()})
     true = Device("x", "cuda", 1.5e11, flops, 4e12, 132.0, like.inside, 5e10, 1e11, 700.0, "8xndr", constants)
     runs = list[MeasuredRun]()

@@ -580,11 +580,22 @@ def test_versions_are_those_of_torch(said: str | None, known: tuple[int, int], m
     assert versions() == (known, 91900)
 
 
-def test_a_torch_for_cards_without_triton_has_no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch for processors never has it, and a plan that is made with it is of a machine with cards."""
+@pytest.mark.parametrize(
+    ("cuda", "hip", "body"),
+    [
+        ("13.0", None, Body.SOFTMAX),
+        (None, "6.4.43484", Body.SOFTMAX),
+        (None, None, Body.FLEX),
+    ],
+)
+def test_a_torch_for_cards_without_triton_has_no_flex(
+    cuda: str | None, hip: str | None, body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it for CUDA or for ROCm. A torch for processors never has it, and a plan that is made with it is of a machine
+    with cards.
+    """
     monkeypatch.setattr(attention_trial, "find_spec", lambda name: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    without = choose(case(alibi=True), attention_trial.static_support("auto", 512))
-    assert without.body is Body.SOFTMAX and "triton" in without.reason
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert choose(case(alibi=True), attention_trial.static_support("auto", 512)).body is Body.FLEX
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = choose(case(alibi=True), attention_trial.static_support("auto", 512))
+    assert found.body is body and ("triton" in found.reason) == (body is Body.SOFTMAX)
