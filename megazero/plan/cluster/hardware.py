@@ -23,8 +23,10 @@ from megazero.system.yaml_file import load_yaml
 OUR_FILE = Path(__file__).with_name("hardware.yaml")
 NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
 """The numbers of a device that are one pair each."""
-OPTIONAL = "update_host read write carried beside board across".split()
+OPTIONAL = "update_host read write carried beside".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
+BOARDS = "board across".split()
+"""The same of those that an entry has whose devices are on several boards of a node."""
 TABLES = "kind named flops interconnect constants ranks".split()
 """What else an entry may have."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
@@ -305,7 +307,9 @@ class _Entry:
     def _alone(self, name: str) -> Device:
         numbers: dict[str, Any] = {key: self.number(key) for key in NUMBERS}
         numbers |= {
-            key: self._number(key, self.entry[key], zero=key == "beside") for key in OPTIONAL if key in self.entry
+            key: self._number(key, self.entry[key], zero=key == "beside")
+            for key in (*OPTIONAL, *BOARDS)
+            if key in self.entry
         }
         kind, links = self.entry.get("kind"), self._sourced("interconnect", self.entry.get("interconnect"))
         if kind not in ("cuda", "cpu"):
@@ -323,9 +327,9 @@ class _Entry:
             str(key): self._number(f"constants: {key}", pair, zero=key not in DIVISORS)
             for key, pair in constants.items()
         }
-        if ("board" in self.entry) != ("across" in self.entry):
+        if len({*BOARDS} & {*self.entry}) == 1:
             self.problems.append(f"{self.named}: board and across go together: a board, and what leaves it")
-        for key in {*self.entry} - {*NUMBERS, *OPTIONAL, *TABLES}:
+        for key in {*self.entry} - {*NUMBERS, *OPTIONAL, *BOARDS, *TABLES}:
             self.problems.append(f"{self.named}: there is no {key}")
         return Device(
             name,
