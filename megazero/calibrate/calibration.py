@@ -34,8 +34,6 @@ FLAG = "--calibrate"
 DEFAULT_NAME = "here"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 MEASURED, FITTED, SYSTEM, ASSUMED = "ranks", "fit", "system", "assumed"
-THREADS = "threads"
-"""The source that no number has: it says with how many threads each rank computed."""
 _OF_SYSTEM = frozenset({"memory", "host_memory", "processors"})
 _ASSUMED = frozenset(
     {
@@ -150,7 +148,6 @@ def entry_lines(machine: MachineFacts, fitted: Sequence[FittedDevice], effort: E
     yield f"# constants, flops in {fits}: fitted to the steps of the runs, by the arithmetic that predicts steps."
     yield "# flops in other precisions: of a large product, with the mean share that these reach in steps."
     yield "# ranks: what each rank has where so many share the machine; of other numbers a part of the nearest."
-    yield f"# {THREADS}: of each rank, by number of ranks. A run whose ranks have others is not what was measured."
     yield "sources:"
     yield from (f"  {name}: {quoted(text)}" for name, text in sources(machine, fitted).items())
     yield "gpus:"
@@ -171,7 +168,6 @@ def quoted(text: str) -> str:
 def sources(machine: MachineFacts, fitted: Sequence[FittedDevice]) -> Mapping[str, str]:
     """Where the numbers come from."""
     known = {SYSTEM: f"what the operating system says of {machine.name}, of which each rank has a part"}
-    known[THREADS] = f"{', '.join(map(_ranks_words, fitted))}; OMP_NUM_THREADS may give a run's ranks others"
     for one in fitted:
         ranks, on = one.measurements.ranks, f"{machine.name}, {_ranks_words(one)}"
         known[f"{MEASURED}-{ranks}"] = f"measured on {on}"
@@ -210,7 +206,7 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
     yield f"{indent}kind: {device.kind}"
     rates = (f"{precision}: [{rate:.4g}, {FITTED}-{ranks}]" for precision, rate in device.flops.items())
     yield f"{indent}flops: {{{', '.join(rates)}}}"
-    for name in (*NUMBERS, *OPTIONAL):
+    for name in (*NUMBERS, *OPTIONAL, "threads"):
         if (value := getattr(device, name)) is not None:
             yield f"{indent}{name}: {pair(name, value)}"
     yield f"{indent}interconnect: {pair('interconnect', device.interconnect)}"

@@ -127,6 +127,7 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
         write=rates.get("write"),
         carried=rates["carried"] * own if of_kind.is_shared and "carried" in rates else None,
         beside=rates.get("beside"),
+        threads=measurements.threads if of_kind.is_shared else None,
     )
     start = replace(of_kind.start, latency=latency, waking=rates.get("waking", 0.0))
     if measurements.stages:

@@ -30,6 +30,7 @@ from megazero.mpu.parameter import StateGroup
 from megazero.pipeline.build import attention_support, attention_workloads, compiled_ops
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.budgets import order_notes
+from megazero.plan.cluster.hardware import Device
 from megazero.plan.cluster.own_devices import own_step
 from megazero.plan.step_lists import StageLists
 from megazero.report.banner import banner
@@ -114,17 +115,29 @@ def _print_and_keep(report: RunReport, fence: Fence | None) -> None:
 def prediction_or_why_not(
     run: Run, device: torch.device, ranks: int, ranks_here: int
 ) -> tuple[PredictionReport | None, str]:
-    """What a plan says of a step of this run, and a note in its place if the arithmetic fails: a run trains as well
-    without it. None without a note as for `own_step`.
+    """What a plan says of a step of this run, and a note: in its place if the arithmetic fails, because a run trains as
+    well without it, or that it is of other threads. None without a note as for `own_step`.
 
     Rank 0 alone asks, while the others prepare their first step. It takes 0.1 s on a small run and up to 10 s for 48
     stages, whose bubble takes longer.
     """
     try:
         step = own_step(run, device, ranks, ranks_here)
-        return None if step is None else PredictionReport.of(step), ""
+        return (None, "") if step is None else (PredictionReport.of(step), _note_of_threads(step.cluster.device, run))
     except Exception as error:
         return None, f"no prediction of a step, for an error in its arithmetic: {type(error).__name__}: {error}"
+
+
+def _note_of_threads(measured: Device, run: Run) -> str:
+    """What is to be said of a rank's threads where the entry was measured with others; nothing of a GPU."""
+    own = torch.get_num_threads()
+    if measured.threads is None or measured.threads == own:
+        return ""
+    file, of_entry = run.trainer.hardware, counted(int(measured.threads), "thread")
+    return (
+        f"--hardware {file} was measured with {of_entry} a rank, and this run's ranks have {own} ({threads.VARIABLE}): "
+        "its prediction is not of this run"
+    )
 
 
 def machine_of(run: Run, grid: ProcessGrid, bodies: Mapping[str, str]) -> MachineReport:

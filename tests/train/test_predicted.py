@@ -111,6 +111,25 @@ def test_an_error_of_the_arithmetic_is_a_note_and_stops_no_run(desk: Path, corpu
     assert told in said and "predicted" not in said
 
 
+def banner_with_threads(rank: int, flags: list[str], own: int) -> str:
+    """The banner of a rank with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(own)
+    try:
+        return banner_on_rank(rank, flags, 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [1, 2])
+def test_threads_that_were_not_measured_are_told(own: int, desk: Path, corpus: Path, tmp_path: Path) -> None:
+    desk.write_text(DESK.replace("    watts:", "    threads: [2, me]\n    watts:"))
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), "--precision", "fp32", "--hardware", str(desk)]
+    (said,) = run_ranks(1, banner_with_threads, flags, own)
+    told = "was measured with 2 threads a rank, and this run's ranks have 1 (OMP_NUM_THREADS)"
+    assert "predicted" in said and (told in said) == (own == 1)
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, memory: int, cards: int = 4) -> torch.device:
     """A card of that name."""
     monkeypatch.setattr(devices, "name", lambda device: name)

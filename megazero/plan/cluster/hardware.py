@@ -27,6 +27,8 @@ OPTIONAL = "update_host read write carried beside".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
 BOARDS = "board across".split()
 """The same of those that an entry has whose devices are on several boards of a node."""
+SAID = (*OPTIONAL, *BOARDS, "threads")
+"""All numbers that an entry may leave out."""
 TABLES = "kind named flops interconnect constants ranks".split()
 """What else an entry may have."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
@@ -71,6 +73,7 @@ class Device:
     beside        as in `program.times.ChunkTimes`
     board         number of neighbours that have direct links to each other; infinite: all of a node
     across        bytes that a board sends to another one of its node in a second, one direction
+    threads       with which a rank computed while it was measured
     shared        of a CPU: what a rank has where so many ranks share it, as measured
     named         names that torch gives to such devices
     """
@@ -94,6 +97,7 @@ class Device:
     beside: float | None = None
     board: float = math.inf
     across: float = math.inf
+    threads: float | None = None
     shared: Mapping[int, Device] = field(default_factory=lambda: MappingProxyType({}))
     named: tuple[str, ...] = ()
 
@@ -306,11 +310,7 @@ class _Entry:
 
     def _alone(self, name: str) -> Device:
         numbers: dict[str, Any] = {key: self.number(key) for key in NUMBERS}
-        numbers |= {
-            key: self._number(key, self.entry[key], zero=key == "beside")
-            for key in (*OPTIONAL, *BOARDS)
-            if key in self.entry
-        }
+        numbers |= {key: self._number(key, self.entry[key], zero=key == "beside") for key in SAID if key in self.entry}
         kind, links = self.entry.get("kind"), self._sourced("interconnect", self.entry.get("interconnect"))
         if kind not in ("cuda", "cpu"):
             self.problems.append(f"{self.named}: kind: {shown(kind)} is neither cuda nor cpu")
@@ -329,7 +329,7 @@ class _Entry:
         }
         if len({*BOARDS} & {*self.entry}) == 1:
             self.problems.append(f"{self.named}: board and across go together: a board, and what leaves it")
-        for key in {*self.entry} - {*NUMBERS, *OPTIONAL, *BOARDS, *TABLES}:
+        for key in {*self.entry} - {*NUMBERS, *SAID, *TABLES}:
             self.problems.append(f"{self.named}: there is no {key}")
         return Device(
             name,
