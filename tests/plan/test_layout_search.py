@@ -118,6 +118,20 @@ def test_bounds_hold(settings: Settings) -> None:
         assert 0.3 * step.taken(stage).device_bytes < least <= step.taken(stage).device_bytes
 
 
+def test_what_host_memory_has_no_room_for_is_left_out_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search in which nothing fits would else walk through the lists of all layouts."""
+    flags = "--tp 1 --pp 1 --micro-batch-size 1 --offload-optimizer cpu --offload-params cpu --offload-gradients cpu"
+    asked = open_run(flags, 2)
+    (step, *_) = LayoutSearch(asked, wanted=1).run().steps
+    width = state_width(step.run, step.axes.shard_size, step.axes.dp)
+    least = LeastMemory(step.run, step.axes, step.kind).away(width)
+    assert 0.9 * step.host_bytes < least <= step.host_bytes
+    small = replace(asked.cluster, device=replace(asked.cluster.device, host_memory=least - 1.0))
+    monkeypatch.setattr(ClusterStep, "taken", None)
+    layouts = LayoutSearch(OpenRun.of(asked.run, small, asked.fixed), wanted=1).run()
+    assert not layouts.steps and layouts.least is not None and layouts.left_out["does not fit"] == layouts.looked_at
+
+
 @pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")
 def test_a_short_step_says_how_long_the_whole_one_takes(settings: Settings) -> None:
     step = step_of(settings)

@@ -240,8 +240,9 @@ class LayoutSearch:
             return None
         step = ClusterStep(run, self.asked.cluster, self.asked.program)
         kept = self._kept.setdefault(candidate.computed, LeastMemory(run, step.axes, step.kind))
-        least = kept.tensors(_width(step), self.asked.rooms.device)
-        if least <= self.asked.rooms.device:
+        width, (device, host) = _width(step), self.asked.rooms
+        least = kept.tensors(width, device)
+        if least <= device and kept.away(width) <= host:
             return step
         self._misfits(step, least)
         return None

@@ -60,6 +60,11 @@ class LeastMemory:
         elements, block = self._elements
         return [int((number * width.device + block * width.whole) / self.axes.tp) for number in elements]
 
+    def away(self, width: StateWidth) -> int:
+        """The bytes of model state in host memory on the rank that has most there, at least."""
+        elements, _ = self._elements
+        return int(max(elements) * width.away / self.axes.tp)
+
     @cached_property
     def _elements(self) -> tuple[list[int], int]:
         """The parameters of each stage, and those of the smallest block."""
