@@ -224,3 +224,19 @@ def test_each_row_of_a_table_is_predicted(capsys: pytest.CaptureFixture[str], tm
     assert "no micro-batch" in lines[6]["error"] or "not a multiple" in lines[6]["error"]
     table.write_text("a,b\n")
     assert plan(f"--predict {table}", capsys)[0] == 2
+
+
+def test_tables_are_read_as_spreadsheets_write_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    names, row = "layers, Hidden ,heads,seq,GPUs,tp,micro_batch,global_batch", "8,1024,16,512,4,2.0,2,32"
+    table.write_text(f'"Layers"{names[6:]},notes\r\n{row},"fast, I think"\r\n', newline="")
+    status, out, _ = plan(f"--predict {table}", capsys)
+    assert status == 0 and json.loads(out)["fits"]
+    for lines, message in (
+        ((names, row.replace("8,1024", "8" * 200_000 + ",1024")), "field larger than field limit"),
+        ((names.replace("heads,", ""), row), "has no column heads or attention_heads or num_attention_heads; commas"),
+        ((names.replace(",", ";"), row.replace(",", ";")), "has no column layers or num_layers, no hidden"),
+    ):
+        table.write_text("\n".join(lines))
+        status, out, err = plan(f"--predict {table}", capsys)
+        assert (status, out) == (2, "") and message in err

@@ -117,3 +117,27 @@ def test_a_row_without_what_is_needed_names_its_columns(name: str) -> None:
 def test_replicas_that_contradict_the_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="gpus 16: tp 2 x pp 2 x dp 8 are 32 ranks"):
         run_of_row(FULL | {"dp": "8"})
+
+
+def test_numbers_and_words_are_read_as_people_and_programs_write_them() -> None:
+    """A column with empty cells has 8.0 for 8 where a program wrote it."""
+    written = FULL | {"tp": "2.0", "micro_batch": " 1 ", "global_batch": "32.00", "zero_stage": "1.0"}
+    words = {"precision": "BF16 FP32-accumulation", "recompute": "Selective", "sequence_parallel": "0.0"}
+    (read,), (plain,) = (
+        runs(run_of_row(row)) for row in (written | words, FULL | {"micro_batch": "1", "sequence_parallel": "0"})
+    )
+    assert read == plain and not read.parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "message"),
+    [
+        ("layers", "12.5", "layers 12.5: is not a whole number above 0"),
+        ("gpus", "0", "gpus 0: is not a whole number above 0"),
+        ("sequence_parallel", "perhaps", "sequence_parallel perhaps: is not one of 0, false"),
+        ("precision", "int8", "precision int8: begins with none of fp16, bf16, fp32"),
+    ],
+)
+def test_words_that_say_nothing_are_refused(column: str, cell: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_of_row(FULL | {column: cell})

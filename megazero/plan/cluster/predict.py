@@ -11,13 +11,13 @@ from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError, ConfigSource
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import Hardware
-from megazero.plan.cluster.table_rows import run_of_row
+from megazero.plan.cluster.table_rows import missing_columns, run_of_row
 
 
 def predictions(path: Path, hardware: Hardware) -> Iterator[dict[str, Any]]:
     """A dictionary for each row of a CSV file, in its order: `seconds` of a step, `memory_bytes` of the fullest rank,
     and whether it `fits` a device; or the `error` of a row that says too little, or describes no legal run. Lines that
-    begin with # are comments. Raises ConfigError for what is no table, or one without rows.
+    begin with # are comments. Raises ConfigError for what is no table, or one without rows or a column that each needs.
     """
     for row in _rows(path):
         try:
@@ -34,9 +34,17 @@ def _rows(path: Path) -> list[dict[str, str]]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"--predict {path}: {getattr(error, 'strerror', None) or 'is no text'}"]) from None
-    rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
+    told = [line for line in lines if line.strip() and not line.startswith("#")]
+    names = ",".join(name.strip().lower() for name in told[0].split(",")) if told else ""
+    try:
+        table = csv.DictReader([names, *told[1:]])
+        rows = list(table)
+    except csv.Error as error:
+        raise ConfigError([f"--predict {path}: {error}"]) from None
     if not rows:
         raise ConfigError([f"--predict {path}: has no rows below a line of names"])
+    if missing := missing_columns(table.fieldnames or ()):
+        raise ConfigError([f"--predict {path}: has no column {', no '.join(missing)}; commas stand between names"])
     return rows
 
 

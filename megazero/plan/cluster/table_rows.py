@@ -20,7 +20,8 @@ Tables name the same things differently, and leave out what their authors took f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -57,9 +58,15 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 NEEDED = ("layers", "hidden", "heads", "length", "gpus", "batch")
 COUNTS = (*NEEDED, *"groups ffn vocab tp pp dp cp virtual samples nodes_of".split())
 """What is a number from 1."""
+WHOLE_NUMBER = re.compile(r"([0-9]{1,18})(?:\.0+)?")
+"""A number as people write it, and as programs do in a column where some cells are empty: 8, 8.0."""
 AXES = ("tp", "pp", "dp", "cp")
-NO = ("", "0", "false", "no", "none")
-"""Words for a setting that a row's run does not have."""
+SWITCH: Mapping[str, bool] = MappingProxyType(
+    dict.fromkeys(("0", "false", "no", "none"), False) | dict.fromkeys(("1", "true", "yes"), True)
+)
+"""Words for a setting that a row's run has, or has not."""
+PRECISIONS = ("fp16", "bf16", "fp32")
+"""What precision a cell may begin with. Words behind it say in what gradients are summed."""
 SAMPLES = (1, 2, 4, 8, 16)
 """Samples of a micro-batch that are tried where a row does not say it."""
 MOST_VIRTUAL = 8
@@ -93,17 +100,17 @@ class RowRun:
     program: Program
 
 
+def missing_columns(columns: Collection[str]) -> list[str]:
+    """Of what each row needs the names, where none of these columns says it."""
+    return [" or ".join(COLUMNS[name]) for name in NEEDED if not {*COLUMNS[name]} & {*columns}]
+
+
 def run_of_row(row: Mapping[str, str]) -> RowRun:
     """The run of a row. Raises ConfigError for one without what `NEEDED` names."""
     said = {name: value for name, columns in COLUMNS.items() if (value := _cell(row, columns))}
-    missing = [" or ".join(COLUMNS[name]) for name in NEEDED if name not in said]
-    if missing:
+    if missing := missing_columns([column for name in said for column in COLUMNS[name]]):
         raise ConfigError([f"a row has no {', no '.join(missing)}"])
-    wrong = [
-        f"{COLUMNS[name][0]} {said[name]}: is not a whole number above 0"
-        for name in COUNTS
-        if name in said and not (said[name].isdecimal() and int(said[name]))
-    ]
+    wrong = [*_wrong_words(said)]
     if said.get("cp", "1").isdecimal() and int(said.get("cp", "1")) > 1:
         wrong.append(f"cp {said['cp']}: a row's run does not split samples over ranks")
     elif (
@@ -139,7 +146,21 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
 
 
 def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
-    return next((value for column in columns if (value := (row.get(column) or "").strip())), "")
+    """What the first of these columns with something says, in small letters; of a whole number its digits."""
+    value = next((value for column in columns if (value := (row.get(column) or "").strip().lower())), "")
+    number = WHOLE_NUMBER.fullmatch(value)
+    return number[1] if number else value
+
+
+def _wrong_words(said: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with single cells."""
+    for name in COUNTS:
+        if name in said and not (WHOLE_NUMBER.fullmatch(said[name]) and int(said[name])):
+            yield f"{COLUMNS[name][0]} {said[name]}: is not a whole number above 0"
+    if (shares := said.get("sequence", "0")) not in SWITCH:
+        yield f"sequence_parallel {shares}: is not one of {', '.join(SWITCH)}"
+    if (precision := said.get("precision", "fp16")).split()[0] not in PRECISIONS:
+        yield f"precision {precision}: begins with none of {', '.join(PRECISIONS)}"
 
 
 def _is_bloom(row: Mapping[str, str]) -> bool:
@@ -153,15 +174,14 @@ def _is_old(said: Mapping[str, str]) -> bool:
 
 
 def _before_hopper(said: Mapping[str, str]) -> bool:
-    return said.get("gpu", GPU).lower().startswith(("a100", "v100"))
+    return said.get("gpu", GPU).startswith(("a100", "v100"))
 
 
 def _gpu(row: Mapping[str, str], name: str) -> str:
     """The key of a GPU in the file of hardware."""
-    plain = name.lower()
     if _is_bloom(row):
-        return f"{plain}-nv4"
-    return plain.removesuffix("-80gb") if plain.startswith("h100") else plain
+        return f"{name}-nv4"
+    return name.removesuffix("-80gb") if name.startswith("h100") else name
 
 
 def _links(row: Mapping[str, str]) -> str | None:
@@ -189,7 +209,7 @@ def _model(said: Mapping[str, str], tp: int, *, is_bloom: bool) -> list[str]:
 
 def _layout(said: Mapping[str, str], tp: int, pp: int) -> list[str]:
     words = ["--tp", str(tp), "--pp", str(pp), "--recompute-granularity", said["again"]]
-    words += ["--sequence-parallel"] * (said.get("sequence", "0").lower() not in NO and tp > 1)
+    words += ["--sequence-parallel"] * (SWITCH[said.get("sequence", "0")] and tp > 1)
     if _is_old(said):
         words += ["--attention", "softmax"]
         if not said.get("precision", "").startswith("bf16"):
