@@ -152,6 +152,9 @@ def checked(path: Path, target: Path | None) -> int:
     if code != claim.code or written["result"] != claim.result:
         print(f"{path} does not hold: its {'code' if code != claim.code else 'result'} is another one")
         return FAILED
+    if edited := claim.edited(written):
+        print(f"{path} does not hold: its {', '.join(edited)} do not follow from its flags and world_size")
+        return FAILED
     print(f"{path} holds")
     return 0
 

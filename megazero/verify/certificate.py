@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -26,6 +26,8 @@ from megazero.verify.session import SPOILED
 FORMAT = 1
 PACKAGES = "megazero", "fused_ops"
 SOURCES = (".py", ".cpp", ".cu", ".cuh", ".h")
+FOLLOWS = "settings", "small", "roles", "left_out", "tolerance", "seed"
+"""What a certificate says that follows from its flags, its number of ranks and the code."""
 GROUPS = extensions.LR_DECAY_STYLES, extensions.SINKS, extensions.FAMILIES
 
 
@@ -98,12 +100,18 @@ def _number(error: float) -> float | str:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a certificate says that can be run again."""
+    """What a certificate says that can be run again. follows: of `FOLLOWS`, as the file has it."""
 
     flags: tuple[str, ...]
     world_size: int
     result: str
     code: str
+    follows: Mapping[str, Any]
+
+    def edited(self, again: Mapping[str, Any]) -> list[str]:
+        """The keys of `FOLLOWS` of which the certificate that the same code writes says something else."""
+        made = json.loads(json.dumps(again))
+        return [name for name in FOLLOWS if self.follows[name] != made[name]]
 
 
 def read_claim(path: Path) -> Claim:
@@ -127,4 +135,4 @@ def read_claim(path: Path) -> Claim:
         or result not in ("equal", "differs")
     ):
         raise NotACertificate(f"{path} lacks flags, world_size, result or the hash of the code")
-    return Claim(tuple(flags), world, str(result), digest)
+    return Claim(tuple(flags), world, str(result), digest, {name: content.get(name) for name in FOLLOWS})

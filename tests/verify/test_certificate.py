@@ -40,6 +40,15 @@ def test_a_certificate_and_its_check(capsys: pytest.CaptureFixture[str], tmp_pat
 
     status, lines, _ = command(capsys, "--check", str(path))
     assert status == 0 and lines[-1] == f"{path} holds"
+    for edit, keys in (
+        ({"flags": [*FLAGS, "--zero-stage", "2"]}, "settings, small"),
+        ({"roles": made["roles"] | {"ranks": 64}}, "roles"),
+        ({"tolerance": 1e-3}, "tolerance"),
+    ):
+        path.write_text(json.dumps(made | edit))
+        status, lines, _ = command(capsys, "--check", str(path))
+        last = f"{path} does not hold: its {keys} do not follow from its flags and world_size"
+        assert (status, lines[-1]) == (1, last)
     path.write_text(json.dumps(made | {"code": {"sha256": "0" * 64}}))
     status, lines, _ = command(capsys, "--check", str(path), "--certificate", str(tmp_path / "again.json"))
     assert status == 1 and lines[-1] == f"{path} does not hold: its code is another one"
