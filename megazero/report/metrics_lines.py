@@ -98,7 +98,7 @@ def read_metrics(path: Path) -> MetricsLines:
         try:
             record = parse_json(line.decode(), where)
         except (Unreadable, UnicodeDecodeError) as error:
-            if not is_whole:
+            if not is_whole and (number > 1 or BEGINNING.startswith(line[: len(BEGINNING)])):
                 torn = True
                 break
             words = "is no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).removeprefix(f"{where} ")

@@ -44,6 +44,15 @@ def test_a_torn_last_line_is_one_that_is_being_written(cut: int, tmp_path: Path)
     assert metrics.torn is not whole and metrics.steps == 1 + whole
 
 
+def test_a_first_line_that_is_torn_begins_as_metrics(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path / "m.jsonl", [step(1)])
+    path.write_bytes(path.read_bytes()[:9])
+    assert read_metrics(path).torn and read_metrics(path).steps == 0
+    path.write_text("one line of something else")
+    with pytest.raises(UnreadableRun, match="line 1, is no JSON"):
+        read_metrics(path)
+
+
 def test_an_empty_file_is_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").touch()
     assert read_metrics(tmp_path / "m.jsonl").steps == 0
