@@ -195,9 +195,9 @@ def _parsed(run_flags: Sequence[str], kind: str) -> ParsedArguments:
     from megazero.config.source import ConfigSource
 
     # an open micro-batch is searched for, and its default is no reason to refuse a global batch
-    smallest = ConfigSource("a plan", {"micro_batch_size": 1})
-    program = ProgramSettings(ConfigSource("a plan"), has_data=False, defaults=smallest)
-    return parse_arguments(["--device", kind, *run_flags], None, model_of, program=program)
+    open_settings = ConfigSource("a plan", {"micro_batch_size": 1, "device": kind})
+    program = ProgramSettings(ConfigSource("a plan"), has_data=False, defaults=open_settings)
+    return parse_arguments(run_flags, None, model_of, program=program)
 
 
 def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:

@@ -196,6 +196,7 @@ def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[s
             f"{MODEL} {CLUSTER} --report x.html --emit-flags x.html",
             ["--emit-flags x.html: is the page of --report, too"],
         ),
+        (f"typo {MODEL} {CLUSTER}", ["'typo' stands alone"]),
         ("--predict nowhere.csv", ["--predict nowhere.csv: No such file or directory"]),
         ("--predict nowhere.csv --gpus 4 --report x.html", ["--gpus --report: --predict takes runs"]),
         ("--predict nowhere.csv --program megatron-lm", ["--program: --predict takes runs"]),
