@@ -47,14 +47,16 @@ def _ramp(context: CheckContext) -> Problems:
         yield f"{flag}: three numbers are needed, START INCREMENT SAMPLES, not {len(ramp)}"
         return
     start, increment, _ = ramp
+    or_none = "; or --rampup-batch-size none"  # a preset may have brought the ramp
     if start > full:
-        yield f"{flag} starts above --global-batch-size {full}; nearest START: {full}"
+        yield f"{flag} starts above --global-batch-size {full}; nearest START: {full}{or_none}"
     elif (full - start) % increment:
         above = full - (full - start) // increment * increment
         starts = [valid for valid in (above - increment, above) if valid > 0]
         yield (
             f"{flag}: from {start} in steps of {increment} --global-batch-size {full} is not met; "
-            f"nearest START: {nearest(start, starts)}; nearest INCREMENT: {nearest(increment, divisors(full - start))}"
+            f"nearest START: {nearest(start, starts)}; nearest INCREMENT: "
+            f"{nearest(increment, divisors(full - start))}{or_none}"
         )
 
 

@@ -144,8 +144,8 @@ REFUSED = cases("""
 --global-batch-size 32 --rampup-batch-size 8 12 100 | 4 | INCREMENT 12 is not a multiple | --rampup-batch-size 8 8 100
 --global-batch-size 32 --rampup-batch-size 10 12 100 | 1 |
     from 10 in steps of 12 --global-batch-size 32 is not met; nearest START: 8 or 20 | --rampup-batch-size 8 12 100
---global-batch-size 32 --rampup-batch-size 40 8 100 | 1 | starts above --global-batch-size 32 |
-    --rampup-batch-size 32 8 100
+--global-batch-size 32 --rampup-batch-size 40 8 100 | 1 | starts above --global-batch-size 32; nearest START: 32; or
+    --rampup-batch-size none | --rampup-batch-size none
 --global-batch-size 32 --rampup-batch-size 8 8 | 1 | three numbers are needed | --rampup-batch-size 8 8 10
 --rampup-batch-size 8 8 0 | 1 | --rampup-batch-size 0: must be at least 1 | --rampup-batch-size 8 8 1
 --eval-interval 0 | 1 | must be at least 1; no evaluation at all is --eval-iters 0 | --eval-interval 1
