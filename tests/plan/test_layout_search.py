@@ -13,7 +13,7 @@ from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
-from megazero.plan.cluster.layout_flags import setting
+from megazero.plan.cluster.layout_flags import setting, settings_words
 from megazero.plan.cluster.layout_search import Candidate, LayoutSearch, Turn
 from megazero.plan.cluster.least_memory import FILLINGS, LeastMemory, fullest_stages, short_step, state_width
 from megazero.plan.cluster.misfit import cheapest_change, short_words
@@ -230,6 +230,24 @@ def test_offload_is_for_what_does_not_fit_without() -> None:
     assert whole and not whole[0].run.offload.offload_optimizer
     away = LayoutSearch(open_run("--tp 1 --pp 1 --micro-batch-size 1", 1, 4.5e9), wanted=1).run().steps
     assert away and away[0].run.offload.offload_optimizer and away[0].fits
+
+
+def test_a_change_that_leaves_little_says_so() -> None:
+    """As the star in the table of layouts does."""
+    asked = open_run("--tp 1 --pp 1 --micro-batch-size 1 --zero-stage 0 --recompute-granularity full", 1)
+    step = ClusterStep(asked.run, asked.cluster)
+    for left, little in ((0.1, False), (0.02, True)):
+        device = replace(asked.cluster.device, memory=step.memory_bytes / (1 - left))
+        words = settings_words(replace(step, cluster=replace(asked.cluster, device=device)))
+        assert words.endswith("leaves a few per cent of the memory)") is little
+
+
+def test_state_that_is_not_tied_is_shared_by_the_replicas_of_its_stage() -> None:
+    flags = "--tp 1 --pp 1 --micro-batch-size 1 --zero-stage 3 --untie-embeddings-and-output-weights"
+    layouts = LayoutSearch(open_run(flags, 4, 1e9), wanted=1).run()
+    whole = LayoutSearch(open_run(flags, 4), wanted=1).run().steps[0]
+    state = stage_memories(StageLists(whole.run, whole.axes, nccl=True), "cuda")[0].state
+    assert layouts.state == pytest.approx(state.weights + state.gradients + state.optimizer, rel=0.02)
 
 
 def test_state_on_disks_takes_no_host_memory() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.plan.cluster.explained import is_fragile
 from megazero.telemetry.units import size
 
 LAYOUT = (
@@ -67,4 +68,5 @@ def ramp_flags(step: ClusterStep, ramp: tuple[int, ...] | None) -> str:
 
 def settings_words(step: ClusterStep) -> str:
     """The flags of a step's layout, and what they take."""
-    return f"{layout_flags(step)} ({step.seconds:.3g} s a step, {size(step.memory_bytes)} a rank)"
+    little = ", which leaves a few per cent of the memory" if is_fragile(step) else ""
+    return f"{layout_flags(step)} ({step.seconds:.3g} s a step, {size(step.memory_bytes)} a rank{little})"

@@ -192,11 +192,12 @@ def state_width(run: Run, shard_size: int | None, replicas: int) -> StateWidth:
     """The widths of a run. 0 with adapters, whose base has columns of its own.
 
     shard_size: ranks that share out sharded columns; None: all. The ranks of two stages share a tied embedding, so all
-    are twice the replicas.
+    are twice the replicas then.
     """
     if run.lora.lora_rank is not None:
         return StateWidth(0.0, 0.0, 0.0)
-    row, off, shards = shardings(run.parallel, run.offload), run.offload, shard_size or 2 * replicas
+    ranks = replicas if run.model.untie_embeddings_and_output_weights else 2 * replicas
+    row, off, shards = shardings(run.parallel, run.offload), run.offload, shard_size or ranks
     leaves: dict[Column, TierShare] = {
         **dict.fromkeys(OPTIMIZER, off.offload_optimizer),
         Column.GRADIENT: off.offload_gradients,
