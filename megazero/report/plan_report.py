@@ -61,6 +61,10 @@ def plan_html(layouts: BestLayouts, costs: Costs, metrics: Path | None) -> str:
 def _facts(step: ClusterStep, costs: Costs) -> Iterator[Fact]:
     of_step = ", ".join(f"{seconds:.3g} s {part}" for part, seconds in parts(step).items())
     yield Fact("a step", f"{step.seconds:.4g} s", of_step)
+    if step.cluster.device.borrowed:
+        yield Fact(
+            "constants", step.cluster.device.borrowed, f"no measured step of {step.cluster.device.name} is known"
+        )
     yield Fact("MFU", f"{step.mfu:.1%}")
     yield Fact("tokens a day", count(step.tokens_per_second * DAY))
     tone = "bad" if is_fragile(step) else ""

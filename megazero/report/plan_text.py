@@ -117,6 +117,8 @@ def _details(step: ClusterStep, costs: Costs) -> Iterator[tuple[str, str]]:
     reached = step.hardware_flops / (step.seconds * step.cluster.gpus) / 1e12
     model = step.model_flops / (step.seconds * step.cluster.gpus) / 1e12
     yield "speed", f"{model:.1f} TFLOP/s a device of the model ({step.mfu:.1%}), {reached:.1f} with recompute"
+    if step.cluster.device.borrowed:
+        yield "constants", f"of {step.cluster.device.borrowed}: no measured step of {step.cluster.device.name} is known"
     yield "tokens", f"{count(step.tokens_per_second)} a second, {count(step.tokens_per_second * DAY)} a day"
     known = costs.of(step)
     if known:
@@ -153,6 +155,7 @@ def plan_json(layouts: BestLayouts, costs: Costs) -> dict[str, Any]:
     """The same as plain values."""
     return {
         "program": layouts.steps[0].program.name,
+        "constants_of": layouts.steps[0].cluster.device.borrowed or layouts.steps[0].cluster.device.name,
         "best": [{**layout_json(step, costs), **_why(step, layouts.steps[0])} for step in layouts.steps],
         "looked_at": layouts.looked_at,
         "simulated": layouts.simulated,

@@ -142,7 +142,9 @@ class PredictionReport:
     @classmethod
     def of(cls, step: ClusterStep) -> PredictionReport:
         mfu, room = step.mfu if step.kind == "cuda" else None, round(step.cluster.device.memory)
-        return cls(str(step.cluster), step.seconds, step.tokens_per_second, mfu, step.memory_bytes, room)
+        cluster, borrowed = str(step.cluster), step.cluster.device.borrowed
+        cluster += f", with what an {borrowed} reaches of its data sheet" if borrowed else ""
+        return cls(cluster, step.seconds, step.tokens_per_second, mfu, step.memory_bytes, room)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,15 @@ def test_a_step_of_another_program_takes_longer_and_keeps_more(capsys: pytest.Ca
     assert status == 0 and ", steps of megatron-lm; global batch 16" in out.splitlines()[0]
 
 
+def test_constants_that_are_borrowed_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = f"{MODEL} --gpus 4 --tp 2 --pp 1"
+    _, ours, _ = plan(f"{layout} --gpu h100", capsys)
+    _, out, _ = plan(f"{layout} --gpu mi300x", capsys)
+    told = "constants  of h100: no measured step of mi300x is known"
+    assert told in out and "no measured step" not in ours
+    assert json.loads(plan(f"{layout} --gpu mi300x --json", capsys)[1])["constants_of"] == "h100"
+
+
 def test_the_step_of_bloom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The command of the page, beside the 105.2 s that steps took."""
     page = (ROOT / "docs/how-to/plan.md").read_text()

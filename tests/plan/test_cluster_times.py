@@ -98,6 +98,18 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     assert messages.latency(place_of(8, 1, 8)) == pytest.approx(3e-5)
 
 
+def test_parts_of_a_ring_pass_all_ranks_one_after_the_other() -> None:
+    many = Messages(cluster(64), PLAIN)
+    # 16 ranks of a node: 8 of each of 2 nodes, and 14 steps stay on a node
+    added = many.ring_latency(place_of(16, 1, 8)) - many.latency(place_of(16, 1, 8))
+    assert added == pytest.approx(14 * 3.4e-6 + 14e-6)
+    # each rank on a node of its own
+    added = many.ring_latency(place_of(8, 8, 8)) - many.latency(place_of(8, 8, 8))
+    assert added == pytest.approx(7 * 14e-6)
+    whole, sharded = (times(f"--zero-stage {stage}", 64).latency for stage in (0, 1))
+    assert sharded - whole == pytest.approx(56 * 3.4e-6 + 7 * 14e-6), "an all-reduce has trees, a reduce-scatter none"
+
+
 def test_messages_between_stages_share_the_links_of_a_node() -> None:
     one, many = Messages(cluster(8), PLAIN), Messages(cluster(64), PLAIN)
     assert one.between_stages(4, 1e9) == pytest.approx(1e9 / 150e9, rel=1e-2)

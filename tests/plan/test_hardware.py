@@ -41,6 +41,13 @@ def test_every_number_names_a_source_that_says_something() -> None:
     assert used == {*content["sources"]}
 
 
+def test_constants_of_another_kind_are_said() -> None:
+    devices = known_hardware().devices
+    borrowed = {name: device.borrowed for name, device in devices.items() if device.borrowed}
+    assert borrowed == {"b200": "h100", "gh200": "h100", "v100": "a100-80gb", "mi300x": "h100"}
+    assert all(devices[name].constants == devices[of].constants for name, of in borrowed.items())
+
+
 def test_a_cluster_of_nodes() -> None:
     cluster = known_hardware().cluster("A100-80GB", 384, None, "4xopa")
     assert (cluster.nodes, cluster.nodes_of, cluster.node_rate) == (48, 8, 50e9)
@@ -58,7 +65,11 @@ def test_a_cluster_of_nodes() -> None:
         ),
         (("h100", 0, None, None), r"--gpus 0: must be at least 1"),
         (("h100", 16, 0, None), r"--nodes-of 0: must be at least 1"),
-        (("h100", 12, 8, None), r"--gpus 12 on nodes of 8 \(--nodes-of\): the last node would not be full"),
+        (
+            ("h100", 12, 8, None),
+            r"--gpus 12 on nodes of 8 \(--nodes-of\): the last node would not be full; "
+            r"nearest: --gpus 8, --gpus 16, or --nodes-of 6",
+        ),
         (("h100", 16, 8, "hdr"), r"--interconnect hdr: give links of a node x their kind, as 8xhdr"),
         (("h100", 16, 8, "8xhdd"), r"--interconnect 8xhdd: there is no such link; did you mean hdr\?"),
     ],

@@ -65,7 +65,8 @@ class ClusterRates:
         timer, table = unit_timer(self._while(run, axes), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
         chunks[-1] = self.with_loss(chunks[-1], run)
-        lanes, message = self.lanes(axes), self.message(run, axes, plan.hidden_bytes)
+        lanes = self.lanes(axes, is_sharded=run.parallel.zero_stage > 0)
+        message = self.message(run, axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
         blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
         device = self.cluster.device
@@ -145,8 +146,10 @@ class ClusterRates:
         """Seconds of a message between stages in which neither of the two computes."""
         return message * (1.0 if self.program.waits else self._constants.blocking)
 
-    def lanes(self, axes: Axes) -> LaneTimes:
-        """Those of messages on model state, of copies and updates, and of disks."""
+    def lanes(self, axes: Axes, *, is_sharded: bool = False) -> LaneTimes:
+        """Those of messages on model state, of copies and updates, and of disks. is_sharded: whether gradients are
+        reduced into shards, which are gathered, and not reduced as a whole.
+        """
         nodes_of, replicas = self.cluster.nodes_of, axes.dp * axes.cp
         shards = min(axes.shard_size or replicas, replicas)  # a search asks for the layers of one replica, too
         near = place_of(shards, axes.tp, nodes_of)
@@ -165,4 +168,4 @@ class ClusterRates:
             Lane.TO_HOST: host,
             Lane.TO_DEVICE: host,
         }
-        return LaneTimes(per_byte, messages.latency(near))
+        return LaneTimes(per_byte, messages.ring_latency(near) if is_sharded else messages.latency(near))

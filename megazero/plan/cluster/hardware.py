@@ -29,7 +29,7 @@ BOARDS = "board across".split()
 """The same of those that an entry has whose devices are on several boards of a node."""
 SAID = (*OPTIONAL, *BOARDS, "threads")
 """All numbers that an entry may leave out."""
-TABLES = "kind named flops interconnect constants ranks".split()
+TABLES = "kind named flops interconnect constants borrowed ranks".split()
 """What else an entry may have."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
 """Numbers of which ranks that share a CPU have a part each."""
@@ -73,6 +73,7 @@ class Device:
     beside        as in `program.times.ChunkTimes`
     board         number of neighbours that have direct links to each other; infinite: all of a node
     across        bytes that a board sends to another one of its node in a second, one direction
+    borrowed      the kind of device whose constants these are, where no step of this kind is known
     threads       with which a rank computed while it was measured
     shared        of a CPU: what a rank has where so many ranks share it, as measured
     named         names that torch gives to such devices
@@ -100,6 +101,7 @@ class Device:
     threads: float | None = None
     shared: Mapping[int, Device] = field(default_factory=lambda: MappingProxyType({}))
     named: tuple[str, ...] = ()
+    borrowed: str = ""
 
     def __hash__(self) -> int:
         """Of a key of caches, though its tables are none."""
@@ -213,9 +215,16 @@ class Hardware:
             raise ConfigError(problems)
         of_node = min(USUAL_NODE, gpus) if nodes_of is None else nodes_of
         if gpus > of_node and gpus % of_node:
-            raise ConfigError([f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full"])
-        whole = device if device.shared else None
-        return Cluster(device.of_rank(min(gpus, of_node)), gpus, of_node, number, link, whole)
+            whole = gpus // of_node * of_node
+            filled = next(number for number in range(of_node, 0, -1) if gpus % number == 0)
+            raise ConfigError(
+                [
+                    f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full; nearest: "
+                    f"--gpus {whole}, --gpus {whole + of_node}, or --nodes-of {filled}"
+                ]
+            )
+        shared = device if device.shared else None
+        return Cluster(device.of_rank(min(gpus, of_node)), gpus, of_node, number, link, shared)
 
 
 def _unknown(name: str, known: Mapping[str, Any], what: str) -> str:
@@ -338,6 +347,7 @@ class _Entry:
             interconnect=str(links),
             constants=MappingProxyType(fitted),
             named=self._names(),
+            borrowed=(self._sourced("borrowed", self.entry["borrowed"]) or "") if "borrowed" in self.entry else "",
             **numbers,
         )
 

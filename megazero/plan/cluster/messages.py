@@ -9,10 +9,18 @@ MPICH"), and so through each of the node's borders that the ring crosses.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.kernels import Constants
+
+HOPS: Mapping[str, tuple[float, float]] = MappingProxyType({"cuda": (3.4e-6, 14e-6), "cpu": (0.0, 0.0)})
+"""Seconds of a step of a ring beside its bytes, to a rank of the node and to another node, by kind of device: those by
+which NCCL chooses among its algorithms for large messages (src/graph/tuning.cc, its protocol Simple over NVLink and
+over a network). A CPU's are in its measured latency.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,14 @@ class Messages:
         """Seconds of a collective beside its bytes: a tree of all ranks, and one of nodes."""
         nodes = math.ceil(place.ranks / place.on_node)
         return self.constants.latency * math.log2(place.ranks) + self.cluster.link.latency * math.log2(nodes)
+
+    def ring_latency(self, place: GroupPlace) -> float:
+        """The same of a reduce-scatter or an all-gather, for which NCCL has rings alone (but PAT, where each node has
+        one rank of the group): a part passes all ranks one after the other.
+        """
+        near, far = HOPS[self.cluster.device.kind]
+        nodes = math.ceil(place.ranks / place.on_node)
+        return self.latency(place) + near * (place.ranks - nodes) + far * (nodes - 1)
 
     def collective(self, place: GroupPlace, nbytes: float) -> float:
         """Seconds of one collective."""
