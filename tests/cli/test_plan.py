@@ -245,6 +245,7 @@ def test_tables_are_read_as_spreadsheets_write_them(capsys: pytest.CaptureFixtur
     for lines, message in (
         ((names, row.replace("8,1024", "8" * 200_000 + ",1024")), "field larger than field limit"),
         ((names.replace("heads,", ""), row), "has no column heads or attention_heads or num_attention_heads; commas"),
+        ((f"{names},,tp ,,gpu, GPU", f"{row},,2,,h100,h100"), "has several columns tp, gpu"),
         ((names.replace(",", ";"), row.replace(",", ";")), "has no column layers or num_layers, no hidden"),
     ):
         table.write_text("\n".join(lines))

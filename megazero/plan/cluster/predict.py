@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def _rows(path: Path) -> list[dict[str, str]]:
         raise ConfigError([f"--predict {path}: {error}"]) from None
     if not rows:
         raise ConfigError([f"--predict {path}: has no rows below a line of names"])
+    if twice := [name for name, number in Counter(table.fieldnames or ()).items() if name and number > 1]:
+        raise ConfigError([f"--predict {path}: has several columns {', '.join(twice)}"])
     if missing := missing_columns(table.fieldnames or ()):
         raise ConfigError([f"--predict {path}: has no column {', no '.join(missing)}; commas stand between names"])
     return rows
