@@ -8,7 +8,7 @@ has a global name like "blocks.3.attention.qkv.weight"; its name within the bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -251,6 +251,18 @@ def fp8_layers(run: Run) -> tuple[str, ...]:
         for product in of_kind[layer]
         if product.fits
     )
+
+
+def fp8_elements(run: Run, blocks: Iterable[int]) -> int:
+    """Elements of the weights that run in FP8 in these blocks, on one tp rank."""
+    if run.optimizer.fp8 == "off":
+        return 0
+    of_kind = {
+        layer: sum(product.n * product.k for product in products(layer, run.parallel.tp) if product.fits)
+        for layer in kinds(run.model)
+    }
+    every = layers(run.model)
+    return sum(of_kind[every[number]] for number in blocks)
 
 
 def fp8_exceptions(run: Run) -> list[str]:

@@ -11,9 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 
-from megazero.config.derive import uses_files
+from megazero.config.derive import gathers_parameters, uses_files
 from megazero.config.dtypes import grad_reduce_dtype, state_dtype
+from megazero.config.inventory import fp8_elements
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage, unit_names
@@ -94,10 +96,20 @@ class StageMemory:
             optimizer=state.optimizer,
             host=state.elsewhere.memory if on_cpu else 0,
             host_buffer=self.activations.buffer_bytes,
+            copies=self._fp8_copies,
             feedback=state.feedback,
             logits=plan.logits if on_cpu and state.head else 0,
         )
         return instructions, scope, sizes
+
+    @property
+    def _fp8_copies(self) -> int:
+        """Bytes of the weights in FP8 and of their transposes, where weights stay (`mpu.fp8.Fp8Layer.weight`)."""
+        run = self.steps.run
+        if gathers_parameters(run):
+            return 0
+        blocks = chain.from_iterable(spec.blocks for spec in specs_of_stage(run, self.stage))
+        return 2 * fp8_elements(run, blocks)
 
     @property
     def _without_units(self) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:

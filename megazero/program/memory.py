@@ -56,6 +56,7 @@ class StepBytes:
     units      by the rank's own number of a chunk and by unit
     optimizer  of all optimizer columns on the device: master weights and moments
     host       of what is not there, in host memory, where that is the device's own: on a CPU
+    copies     of weights in FP8 that stay from step to step
     feedback   of what error feedback keeps of gradients
     logits     of a block of logits that is kept from step to step, as on a CPU
     host_buffer
@@ -68,6 +69,7 @@ class StepBytes:
     units: tuple[tuple[UnitMemory, ...], ...]
     optimizer: int = 0
     host: int = 0
+    copies: int = 0
     feedback: int = 0
     logits: int = 0
     host_buffer: int = 0

@@ -206,6 +206,7 @@ class _Walk:
                 # The gather that follows the last step's update arrives in this step.
                 self.state.hold_blocks(number)
         account.hold(Place(MemoryColumn.GRADIENTS, part="error feedback"), sizes.feedback)
+        account.hold(Place(MemoryColumn.PARAMETERS, part="FP8 copies"), sizes.copies)
         account.hold(Place(MemoryColumn.OPTIMIZER), sizes.optimizer)
         account.hold(Place(MemoryColumn.OFFLOADED), sizes.host)
         account.hold(Place(MemoryColumn.LOGITS), sizes.logits)

@@ -18,6 +18,8 @@ from fused_ops.native.compile import CompileError, compiler
 from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
 from megazero.mpu import fp8 as module
+from megazero.mpu.fp8 import Fp8Layer
+from megazero.plan.step_memory import run_memories
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
 from tests.parameters import Piece, assemble, values_of
@@ -366,3 +368,38 @@ def test_under_zero_3_no_copy_of_a_weight_is_left_after_a_step(corpus: Path, tmp
     without, narrow = (run_ranks(2, left_on_rank, 2, [*given, *more]) for more in ([], ["--fp8", "current"]))
     matrix = 3 * 32 * 32
     assert max(b - a for a, b in zip(without, narrow, strict=True)) < matrix, "less than one of the matrices"
+
+
+def copies_on_rank(rank: int, size: int, words: list[str]) -> tuple[int, int]:
+    """Bytes of the copies of weights that are there after a step, and what the account of memory has of parameters at
+    the fullest moment beside the weights themselves.
+    """
+    job, _ = job_on_rank(rank, size, words)
+    job.trainer.train_step(stop=False)
+    job.state.model.wait_parameters()
+    layers = [getattr(module, "fp8", None) for stage in job.stages for module in stage.modules()]
+    copies = [layer._weight for layer in layers if isinstance(layer, Fp8Layer) and layer._weight is not None]
+    nbytes = sum(tensor.nbytes for copy in copies for tensor in (copy.values, copy.transposed) if tensor is not None)
+    memory = run_memories(job.run, job.grid.axes, "cpu")[job.grid.at.pp]
+    return nbytes, memory.peaks.device["parameters"] - memory.state.weights
+
+
+@pytest.mark.parametrize(
+    ("words", "blocks"),
+    [
+        ("", [3.0]),
+        ("--tp 2", [1.5, 1.5]),
+        ("--pp 2 --partition 2 1 --fp8 delayed", [2.0, 1.0]),
+        ("--zero-stage 3", [0.0, 0.0]),
+    ],
+)
+def test_the_account_of_memory_has_the_copies_of_weights(
+    words: str, blocks: list[float], corpus: Path, tmp_path: Path
+) -> None:
+    """blocks: of each rank, for as many blocks copies stay."""
+    shape = "--hidden-size 32 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --precision bf16 --fp8"
+    given = [*small_model(3, heads=2), *shape.split(), *words.split(), "--train-iters", "3"]
+    copies = run_ranks(len(blocks), copies_on_rank, len(blocks), given + data_flags(corpus, tmp_path))
+    assert all(nbytes == planned for nbytes, planned in copies)
+    # a block has 12 x 32^2 elements of weights, each twice
+    assert [nbytes for nbytes, _ in copies] == [number * 2 * 12 * 32**2 for number in blocks]
