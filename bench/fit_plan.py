@@ -32,7 +32,7 @@ from megazero.plan.cluster.fit import Floats
 from megazero.plan.cluster.fit import fitted as least_errors
 from megazero.plan.cluster.hardware import Cluster, known_hardware
 from megazero.plan.cluster.kernels import Constants, constants_of
-from megazero.plan.cluster.programs import Program
+from megazero.plan.cluster.programs import OF_MEGATRON, Program
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.cluster.unit_times import UnitTimer, unit_seconds
 from megazero.plan.rank_state import has_nccl, micro_batches_of
@@ -63,9 +63,9 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "update": (28.0, 28.01),
     }
 )
-"""What each constant may be. No share exceeds what is published of the best kernels and collectives: 0.89 of 312
-TFLOP/s and 0.8 of 300 GB/s. Adam moves 28 bytes for a parameter. Rows that no constant explains do not take a ninth of
-the links' rate from others.
+"""What each constant may be; `launch` is of the programs of the rows (`plan.cluster.programs`), the others are of the
+device. No share exceeds what is published of the best kernels and collectives: 0.89 of 312 TFLOP/s and 0.8 of 300 GB/s.
+Adam moves 28 bytes for a parameter. Rows that no constant explains do not take a ninth of the links' rate from others.
 """
 START = Constants(
     products=0.88,
@@ -108,7 +108,8 @@ class MeasuredRow:
             return self
         device = self.cluster.device
         device = replace(device, constants=MappingProxyType({**device.constants, **asdict(constants)}))
-        return replace(self, cluster=replace(self.cluster, device=device))
+        program = replace(self.program, launch=constants.launch)
+        return replace(self, cluster=replace(self.cluster, device=device), program=program)
 
     @property
     def fits(self) -> bool:
@@ -222,6 +223,11 @@ def closed_form(works: Sequence[RowWork], constants: Constants) -> Floats:
     return seconds
 
 
+def kept_constants() -> Constants:
+    """Those that an earlier fit has left in the file of hardware and, of programs, beside these."""
+    return replace(constants_of(known_hardware().device("a100-80gb")), launch=OF_MEGATRON)
+
+
 def fitted(works: Sequence[RowWork], weights: Floats, start: Constants = START, rounds: int = 25) -> Constants:
     """The constants of the least weighted mean absolute logarithm of predicted over measured seconds."""
     names = list(BOUNDS)
@@ -328,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     one, many = (measured_rows(args.reference, table) for table in (ONE_NODE, MANY_NODES))
     published = measured_rows(args.reference, PUBLISHED)
     if args.judge:
-        constants = constants_of(known_hardware().device("a100-80gb"))
+        constants = kept_constants()
     else:
         (fit_one, one), (fit_many, many) = halves(one, args.seed), halves(many, args.seed)
         works = works_of([*fit_one, *fit_many])

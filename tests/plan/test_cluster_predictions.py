@@ -16,12 +16,11 @@ from bench.fit_plan import (
     chosen,
     halves,
     judged,
+    kept_constants,
     mean_error,
     measured_rows,
     rank_correlation,
 )
-from megazero.plan.cluster.hardware import known_hardware
-from megazero.plan.cluster.kernels import constants_of
 from tests.reference import REFERENCE, needs_reference
 
 SEED = 1
@@ -34,13 +33,13 @@ def unseen(table: str, every: int) -> list[Judged]:
     """Every so many of the rows that were not fitted."""
     assert REFERENCE is not None
     rows = halves(measured_rows(REFERENCE, table), SEED)[1]
-    return judged(rows[::every], constants_of(known_hardware().device("a100-80gb")))
+    return judged(rows[::every], kept_constants())
 
 
 def published(wanted: Callable[[MeasuredRow], bool]) -> list[Judged]:
     assert REFERENCE is not None
     rows = [row for row in measured_rows(REFERENCE, PUBLISHED) if wanted(row)]
-    return judged(rows, constants_of(known_hardware().device("a100-80gb")))
+    return judged(rows, kept_constants())
 
 
 def test_steps_on_one_node() -> None:

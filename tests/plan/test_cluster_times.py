@@ -182,6 +182,18 @@ def test_stages_send_as_their_program_does(program: Program, words: str, parts: 
     assert rates.blocked(3.0) == 3.0 * waited
 
 
+def test_another_program_launches_as_fast_as_it_does() -> None:
+    run = parsed(f"{MODEL} --micro-batch-size 1 --device cuda", 8)
+    fast, slow, ours = Program("fast", launch=1e-9), Program("slow", launch=1e-3), cluster(8)
+    seconds = {
+        program.name: ClusterRates(ours, program).times(run, axes_of(run, 8), "cuda").forward[0]
+        for program in (fast, OURS, slow)
+    }
+    launched = replace(ours.device, constants=MappingProxyType({**ours.device.constants, "launch": 1e-3}))
+    assert seconds["fast"] < seconds["megazero"] < seconds["slow"]
+    assert seconds["slow"] == times("--micro-batch-size 1", 8, replace(ours, device=launched)).forward[0]
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
 def test_another_programs_loss_moves_more_for_each_logit(tp: int, pp: int) -> None:
     run = parsed(f"{MODEL} --tp {tp} --pp {pp} --vocab-size 50048 --micro-batch-size 4 --device cuda", 8)

@@ -102,10 +102,10 @@ class ClusterRates:
         return forward, backward
 
     def _while(self, run: Run, axes: Axes) -> Cluster:
-        """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state, and
-        the host launches none of a micro-batch that is replayed.
+        """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state, the
+        host launches none of a micro-batch that is replayed, and another program launches as fast as it does.
         """
-        device, launch = self.cluster.device, self._constants.launch
+        device, launch = self.cluster.device, self.program.launch or self._constants.launch
         if device.kind == "cpu" and any(leaving(run).values()):
             launch += self._constants.waking
         if run.parallel.cuda_graphs:

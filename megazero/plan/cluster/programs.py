@@ -23,6 +23,7 @@ class Program:
     scatters   of forward and of backward, whether each tp rank sends a part of what all of them have, which is gathered
                behind its way
     waits      whether both stages wait for a message between them
+    launch     seconds of the host for each kernel; None: as the device's entry says, which is of ours
     logits     bytes that the loss moves more than ours for each logit of a rank, in forward and in backward
     """
 
@@ -32,6 +33,7 @@ class Program:
     outputs: int = 0
     scatters: tuple[bool, bool] = (False, False)
     waits: bool = False
+    launch: float | None = None
     logits: tuple[float, float] = (0.0, 0.0)
 
     def more(self, parameters: int, scores: int, sent: int) -> int:
@@ -48,14 +50,23 @@ UNFUSED = 38.0 - 2.0, 14.0 - 4.0
 difference (8), its exponential (8), their sum (4), the quotient (8). Backward: times the gradient (8), to 16 bits (6).
 Ours reads what the product made, and in backward writes over it.
 """
-MEGATRON = Program("megatron-lm", mask=1.0, scatters=(True, True), waits=True, logits=UNFUSED)
+OF_MEGATRON = 1.32e-5
+"""Seconds of the host for each kernel, as fitted (`bench/fit_plan.py`)."""
+MEGATRON = Program("megatron-lm", launch=OF_MEGATRON, mask=1.0, scatters=(True, True), waits=True, logits=UNFUSED)
 """Megatron-LM: 18 bytes for each parameter, as ours. It stores which scores were dropped (arXiv 2205.05198, section
 4.1), where ours draws them again. The masks of hidden states, which are small beside these, are left out. What a stage
 has sent is freed at once. Hidden states are scattered and gathered (arXiv 2104.04473, section 4.1), and a stage goes on
 when its message has arrived.
 """
 DEEPSPEED_BF16 = Program(
-    "megatron-deepspeed", parameter=4.7, mask=1.0, outputs=1, scatters=(True, False), waits=True, logits=UNFUSED
+    "megatron-deepspeed",
+    parameter=4.7,
+    mask=1.0,
+    outputs=1,
+    scatters=(True, False),
+    waits=True,
+    launch=OF_MEGATRON,
+    logits=UNFUSED,
 )
 """Megatron-DeepSpeed with DeepSpeed's optimizer for bf16, which BLOOM was trained with.
 
