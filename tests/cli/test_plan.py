@@ -62,6 +62,7 @@ def test_a_step_of_another_program_takes_longer_and_keeps_more(capsys: pytest.Ca
     assert min(lm["seconds"], deepspeed["seconds"]) > 1.01 * ours["seconds"]
     # Megatron-DeepSpeed keeps 4.7 bytes more for each parameter
     assert "program" not in ours["stages"][0]["device"] and deepspeed["stages"][0]["device"]["program"] > 4.7 * 1e6
+    assert "zb-" in ours["flags"] and "1f1b" in deepspeed["flags"]
     status, out, _ = plan(f"{layout} --program megatron-lm", capsys)
     assert status == 0 and ", steps of megatron-lm; global batch 16" in out.splitlines()[0]
 

@@ -125,7 +125,7 @@ class OpenRun:
             "zb-v": (2,),
             "gpipe": (1,) if "pipeline_schedule" in self.fixed else (),
         }
-        for schedule in self.values("pipeline_schedule", ("1f1b", "interleaved", "zb-h1", "zb-v")):
+        for schedule in self.values("pipeline_schedule", self.program.schedules):
             name = schedule or ("1f1b" if self.run.parallel.virtual_stages == 1 else "interleaved")
             for virtual in self.values("virtual_stages", chunks[name]):
                 yield {"pipeline_schedule": name, "virtual_stages": virtual}

@@ -17,6 +17,7 @@ class Program:
     """What a program holds on a rank beside what a step of ours does, and how its stages send.
 
     name       as `megazero plan --program` takes it
+    schedules  those of the pipeline that it has, which a search goes over
     parameter  bytes for each parameter of the rank
     mask       bytes for each score of attention that waits for its backward, where scores are dropped
     outputs    how often it keeps what a stage sends of a micro-batch until the micro-batch's backward
@@ -28,6 +29,7 @@ class Program:
     """
 
     name: str
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
     parameter: float = 0.0
     mask: float = 0.0
     outputs: int = 0
@@ -52,7 +54,15 @@ Ours reads what the product made, and in backward writes over it.
 """
 OF_MEGATRON = 1.32e-5
 """Seconds of the host for each kernel, as fitted (`bench/fit_plan.py`)."""
-MEGATRON = Program("megatron-lm", launch=OF_MEGATRON, mask=1.0, scatters=(True, True), waits=True, logits=UNFUSED)
+MEGATRON = Program(
+    "megatron-lm",
+    ("1f1b", "interleaved"),
+    launch=OF_MEGATRON,
+    mask=1.0,
+    scatters=(True, True),
+    waits=True,
+    logits=UNFUSED,
+)
 """Megatron-LM: 18 bytes for each parameter, as ours. It stores which scores were dropped (arXiv 2205.05198, section
 4.1), where ours draws them again. The masks of hidden states, which are small beside these, are left out. What a stage
 has sent is freed at once. Hidden states are scattered and gathered (arXiv 2104.04473, section 4.1), and a stage goes on
@@ -60,6 +70,7 @@ when its message has arrived.
 """
 DEEPSPEED_BF16 = Program(
     "megatron-deepspeed",
+    ("1f1b",),
     parameter=4.7,
     mask=1.0,
     outputs=1,
