@@ -1,6 +1,6 @@
 """Predicted against measured seconds and memory of small runs on this machine, with an entry of `--calibrate`.
 
-    python -m bench.calibrated_plan                          # calibrates and runs 16 layouts: 10 minutes when idle
+    python -m bench.calibrated_plan                          # calibrates and runs 16 layouts: 11 minutes when idle
     python -m bench.calibrated_plan --hardware here.yaml     # with an entry that is there
     python -m bench.calibrated_plan --only 1,7 --rounds 5    # some of the layouts, more often
     python -m bench.calibrated_plan --measured runs.json     # runs nothing: predicts what was measured before
@@ -38,8 +38,8 @@ from megazero.plan.cluster.hardware import known_hardware
 from megazero.system.words import counted
 
 TABLE = StepTable(("model", "ranks", "flags", "rounds, ms"), ("MiB", 2**20), (0, 0), (0.12, 0.04))
-STEPS, LAST = 6, 3
-"""Steps of a run, and how many of them count."""
+STEPS, LAST = 10, 5
+"""Steps of a run, and how many of them count. With fewer, a pipeline has not yet taken all the memory that it takes."""
 ROUNDS = 3
 """In each of which every layout runs once."""
 WIDE = (
