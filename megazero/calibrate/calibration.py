@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from fused_ops.fp8 import unavailable_reason
-from megazero.calibrate.effort import UNTIMED, Effort
+from megazero.calibrate.effort import UNTIMED, Effort, RankMeasurements, median_of
 from megazero.calibrate.entry import (
     FITS,
     WATTS,
@@ -96,8 +96,12 @@ def effort_here(ranks: int | None) -> Effort:
 def calibrate(target: Path, name: str, effort: Effort, say: Callable[[str], None]) -> None:
     """Measure this machine and write its entry. say: gets a line for each number of ranks. Raises NotMeasured."""
     machine, fitted = machine_here(), list[FittedDevice]()
-    for ranks in effort.ranks:
-        one = fitted_device(name, machine, measured(ranks, target.parent, effort))
+    rounds = list[list[RankMeasurements]]()
+    for number in range(1, effort.rounds + 1):
+        rounds.append([measured(ranks, target.parent, effort) for ranks in effort.ranks])
+        say(f"round {number} of {effort.rounds}: {', '.join(counted(ranks, 'rank') for ranks in effort.ranks)}")
+    for of_ranks in zip(*rounds, strict=True):
+        one = fitted_device(name, machine, median_of(of_ranks))
         say(line_of(one))
         fitted.append(one)
     text = "\n".join(entry_lines(machine, fitted, effort)) + "\n"

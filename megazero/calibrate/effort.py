@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 Flags = tuple[str, ...]
@@ -83,6 +84,7 @@ class Effort:
 
     ranks       numbers of ranks that share the machine, each measured by itself
     runs        the runs of a process, by process. The first one has all ranks as its replicas
+    rounds      in each of which everything is measured once: a machine may change its pace every half minute
     steps       times at which a run is timed
     turn        steps of each of these: a GPU's host goes on to the next step before the GPU has ended one
     precisions  of products
@@ -92,6 +94,7 @@ class Effort:
 
     ranks: tuple[int, ...] = (1, 2, 4)
     runs: tuple[tuple[Flags, ...], ...] = (FIRST, SECOND)
+    rounds: int = 3
     steps: int = 7
     turn: int = 1
     precisions: tuple[str, ...] = ("bf16", "fp32", "fp16", "fp64")
@@ -104,7 +107,7 @@ class Effort:
         if kind == "cpu":
             return cls(ranks)
         runs, precisions = CARD + CARD_FP8 * has_fp8, (*cls.precisions, *["fp8"] * has_fp8)
-        return cls(ranks, (runs,), 5, 4, precisions, CARD_PRODUCT, 1 << 30)
+        return cls(ranks, (runs,), 1, 5, 4, precisions, CARD_PRODUCT, 1 << 30)
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -175,3 +178,42 @@ class RankMeasurements:
         return cls(
             given["ranks"], given["threads"], given["flops"], given["rates"], given["memory"], collectives, stages, runs
         )
+
+
+def median_of(rounds: Sequence[RankMeasurements]) -> RankMeasurements:
+    """Of each number the median over rounds, which have all measured the same."""
+    first = rounds[0]
+    return replace(
+        first,
+        flops=_medians([each.flops for each in rounds]),
+        rates=_medians([each.rates for each in rounds]),
+        memory=_medians([each.memory for each in rounds]),
+        collectives=_middle_seconds([each.collectives for each in rounds]),
+        stages=_middle_seconds([each.stages for each in rounds]),
+        runs=tuple(_middle_run(same) for same in zip(*(each.runs for each in rounds), strict=True)),
+    )
+
+
+def _medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(table[name] for table in tables) for name in tables[0]}
+
+
+def _middle_seconds(rounds: Sequence[Sequence[tuple[float, float]]]) -> tuple[tuple[float, float], ...]:
+    """Of pairs (bytes, seconds)."""
+    return tuple((same[0][0], statistics.median(each[1] for each in same)) for same in zip(*rounds, strict=True))
+
+
+def _middle_run(same: Sequence[MeasuredRun]) -> MeasuredRun:
+    seconds = statistics.median(run.seconds for run in same)
+    return replace(
+        same[0],
+        seconds=seconds,
+        memory=_middle_bytes([run.memory for run in same]),
+        free=_middle_bytes([run.free for run in same]),
+    )
+
+
+def _middle_bytes(numbers: Sequence[int | None]) -> int | None:
+    """None where a round has no number."""
+    known = [number for number in numbers if number is not None]
+    return int(statistics.median(known)) if len(known) == len(numbers) else None

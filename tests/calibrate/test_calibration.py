@@ -19,7 +19,7 @@ from megazero.plan.cluster.kernels import constants_of
 TINY = tuple(
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 128 --precision fp32".split()
 )
-SHORT = Effort(ranks=(1, 2), runs=((TINY,),), steps=1, precisions=("fp32",), largest=1 << 16)
+SHORT = Effort(ranks=(1, 2), runs=((TINY,),), rounds=1, steps=1, precisions=("fp32",), largest=1 << 16)
 
 
 def test_an_entry_is_measured_and_a_plan_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

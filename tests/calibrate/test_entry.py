@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 
 from megazero.calibrate.calibration import entry_lines
-from megazero.calibrate.effort import CARD, CARD_FP8, FIRST, SECOND, Effort, MeasuredRun, RankMeasurements
+from megazero.calibrate.effort import CARD, CARD_FP8, FIRST, SECOND, Effort, MeasuredRun, RankMeasurements, median_of
 from megazero.calibrate.entry import (
     BETWEEN_CARDS,
     CARD_START,
@@ -142,6 +142,26 @@ def test_an_entry_says_the_threads_of_its_ranks(tmp_path: Path) -> None:
     file.write_text("\n".join(entry_lines(MACHINE, fitted, Effort())))
     device = known_hardware(str(file)).device("here")
     assert {1: device.threads} | {ranks: shared.threads for ranks, shared in device.shared.items()} == {1: 2, 2: 1}
+
+
+def test_of_rounds_the_median_counts_number_by_number() -> None:
+    usual = measured(2)
+
+    def paced(pace: float, memory: int) -> RankMeasurements:
+        """Of a machine that is so many times as slow, in a process with so much more memory."""
+        runs = tuple(
+            replace(run, seconds=run.seconds * pace, memory=None if run.memory is None else run.memory + memory)
+            for run in usual.runs
+        )
+        messages = tuple((nbytes, seconds * pace) for nbytes, seconds in usual.collectives)
+        flops = {name: rate / pace for name, rate in usual.flops.items()}
+        return replace(usual, flops=flops, collectives=messages, runs=runs)
+
+    middle = median_of([paced(1.4, -50), paced(0.7, 900), usual])
+    assert (middle.flops, middle.rates, middle.memory) == (dict(usual.flops), dict(usual.rates), dict(usual.memory))
+    assert (middle.collectives, middle.stages, middle.runs) == (usual.collectives, usual.stages, usual.runs)
+    # each number by itself: seconds of one round, bytes of another
+    assert median_of([paced(1.4, 0), paced(0.7, 900), paced(1.0, 2000)]).runs == paced(1.0, 900).runs
 
 
 def test_measurements_pass_between_processes_as_they_are() -> None:
