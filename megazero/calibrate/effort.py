@@ -38,6 +38,10 @@ SECOND = (
     _job(2, 256, 128, 16384, "bf16"),
     _job(1, 768, 64, 2048, "fp32"),
     _job(8, 128, 128, 1024, "bf16", "--micro-batch-size 2"),
+    _job(2, 128, 512, 1024, "fp32", "--micro-batch-size 2"),
+    _job(1, 768, 256, 4096, "fp32"),
+    _job(1, 768, 512, 4096, "bf16"),
+    _job(1, 256, 1024, 1024, "fp32"),
 )
 """Others, of other processes. The first one computes in 16 bits: a process has other kernels for that than the first of
 `FIRST`, and other buffers of theirs.

@@ -49,7 +49,7 @@ ROUNDS = 50
 """Of a fit at most: with 25 a measurement that is off by a factor of 2 still pulls at the constants."""
 START = Constants(
     products=1.0, bandwidth=1.0, misaligned=1.0, launch=1e-5, hiding=1.0, straggling=0.0, latency=1e-5, inside=1.0,
-    between=1.0, strided=1.0, blocking=1.0, update=28.0, stages=1.0, attention=0.7, written=1.0,
+    between=1.0, strided=1.0, blocking=1.0, update=28.0, stages=1.0, attention=0.7, written=1.0, factors=1.0,
 )  # fmt: skip
 """Where a fit begins. A processor launches its kernels and carries its messages itself, so that nothing of these hides
 behind anything; no length of a row is odd for it; and one machine has no links between nodes.

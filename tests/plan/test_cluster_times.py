@@ -267,6 +267,8 @@ def test_a_processor_takes_operations_and_bytes_one_after_the_other() -> None:
     assert k.product(odd) == pytest.approx(odd.flops / 1e11), "neither tiles, nor alignment, nor bytes"
     writes = Kernels(DESK, replace(constants_of(DESK), written=1.0))
     assert writes.product(odd) == pytest.approx(odd.flops / 1e11 + odd.made / 1e10)
+    both = Kernels(DESK, replace(constants_of(DESK), written=1.0, factors=1.0))
+    assert both.product(odd) == pytest.approx(odd.flops / 1e11 + (odd.read + odd.made) / 1e10)
     assert writes.product(odd._replace(made=0)) == odd.flops / 0.5e11, "of attention"
     inside = Product(4, 256, 256, 64, 0.5, "bfloat16", 0, 0)
     assert k.product(inside) == pytest.approx(inside.flops / 0.5e11)

@@ -9,8 +9,8 @@ The host launches kernels while the device computes. Where it takes longer, the 
 the time is a norm of both, since neither is always ahead: h and g seconds take (h^p + g^p)^(1/p).
 
 A CPU launches its kernels itself, one behind the other: p is 1. It has no waves of tiles and no wide loads: a product
-takes its operations, and then the bytes of its result. A gradient of weights is read and written again with each
-micro-batch, in fp32.
+takes its operations, and then the bytes of its factors and of its result. A gradient of weights is read and written
+again with each micro-batch, in fp32.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Constants:
     thin        share of what other products of fp32 reach on a CPU that those do which another library computes
                 (`fused_ops.products`)
     written     how often a product on a CPU moves the bytes of its result: 1; 0 in entries from before these counted
+    factors     the same of the bytes of its factors, which count since a later time
     waking      seconds more of each kernel on a CPU while another thread computes with threads of its own: OpenMP's
                 are then more than the processors, and sleep between two kernels
     """
@@ -102,12 +103,13 @@ class Constants:
     attention: float = TILES[2].speed
     thin: float = 1.0
     written: float = 0.0
+    factors: float = 0.0
     waking: float = 0.0
 
 
 def constants_of(device: Device) -> Constants:
     """Those of a device. Raises ConfigError if its entry in the file lacks one."""
-    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention", "thin", "written", "waking"}
+    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention", "thin", "written", "factors", "waking"}
     missing = [name for name in names if name not in device.constants and name not in optional]
     if missing:
         raise ConfigError([f"--gpu {device.name}: its entry has no constants {', '.join(missing)}"])
@@ -148,7 +150,8 @@ class Kernels:
             return product.flops / (rate * self.constants.attention)
         if self.device.kind == "cpu":
             rate *= self.constants.thin if is_thin(product) else 1.0
-            return product.flops / rate + self.constants.written * self.moved(product.made)
+            moved = self.constants.written * product.made + self.constants.factors * product.read
+            return product.flops / rate + self.moved(moved)
         seconds = tiled_flops(product, self.device.processors) / rate
         if product.columns % ALIGNED or product.depth % ALIGNED or product.rows % ALIGNED:
             seconds *= self.constants.misaligned
