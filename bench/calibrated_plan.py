@@ -1,6 +1,6 @@
 """Predicted against measured seconds and memory of small runs on this machine, with an entry of `--calibrate`.
 
-    python -m bench.calibrated_plan                          # calibrates and runs 16 layouts: 15 minutes when idle
+    python -m bench.calibrated_plan                          # calibrates and runs 16 layouts: 18 minutes when idle
     python -m bench.calibrated_plan --hardware here.yaml     # with an entry that is there
     python -m bench.calibrated_plan --only 1,7 --rounds 5    # some of the layouts, more often
     python -m bench.calibrated_plan --measured runs.json     # runs nothing: predicts what was measured before

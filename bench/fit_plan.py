@@ -32,7 +32,7 @@ from megazero.plan.cluster.fit import Floats
 from megazero.plan.cluster.fit import fitted as least_errors
 from megazero.plan.cluster.hardware import Cluster, known_hardware
 from megazero.plan.cluster.kernels import Constants, constants_of
-from megazero.plan.cluster.programs import OF_MEGATRON, Program
+from megazero.plan.cluster.programs import MEGATRON_LAUNCH, Program
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.cluster.unit_times import UnitTimer, unit_seconds
 from megazero.plan.rank_state import has_nccl, micro_batches_of
@@ -225,7 +225,7 @@ def closed_form(works: Sequence[RowWork], constants: Constants) -> Floats:
 
 def kept_constants() -> Constants:
     """Those that an earlier fit has left in the file of hardware and, of programs, beside these."""
-    return replace(constants_of(known_hardware().device("a100-80gb")), launch=OF_MEGATRON)
+    return replace(constants_of(known_hardware().device("a100-80gb")), launch=MEGATRON_LAUNCH)
 
 
 def fitted(works: Sequence[RowWork], weights: Floats, start: Constants = START, rounds: int = 25) -> Constants:

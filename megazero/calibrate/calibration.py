@@ -95,7 +95,9 @@ def effort_here(ranks: int | None) -> Effort:
 
 
 def calibrate(target: Path, name: str, effort: Effort, say: Callable[[str], None]) -> None:
-    """Measure this machine and write its entry. say: gets a line for each round, and for each number of ranks. Raises NotMeasured."""
+    """Measure this machine and write its entry. say: gets a line for each round and for each number of ranks. Raises
+    NotMeasured.
+    """
     machine, fitted = machine_here(), list[FittedDevice]()
     rounds = list[list[RankMeasurements]]()
     for number in range(1, effort.rounds + 1):

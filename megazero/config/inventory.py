@@ -244,25 +244,23 @@ def fp8_layers(run: Run) -> tuple[str, ...]:
     """Global names ("blocks.3.mlp.up") of all layers of the model that run in FP8, in model order."""
     if run.optimizer.fp8 == "off":
         return ()
-    of_kind = {layer: products(layer, run.parallel.tp) for layer in kinds(run.model)}
-    return tuple(
-        f"{block(number)}.{product.name}"
-        for number, layer in enumerate(layers(run.model))
-        for product in of_kind[layer]
-        if product.fits
-    )
+    every = range(len(layers(run.model)))
+    return tuple(f"{block(number)}.{product.name}" for number, product in _fp8_products(run, every))
 
 
 def fp8_elements(run: Run, blocks: Iterable[int]) -> int:
     """Elements of the weights that run in FP8 in these blocks, on one tp rank."""
     if run.optimizer.fp8 == "off":
         return 0
-    of_kind = {
-        layer: sum(product.n * product.k for product in products(layer, run.parallel.tp) if product.fits)
-        for layer in kinds(run.model)
-    }
+    return sum(product.n * product.k for _, product in _fp8_products(run, blocks))
+
+
+def _fp8_products(run: Run, blocks: Iterable[int]) -> Iterator[tuple[int, BlockProduct]]:
+    """(block, product) of these blocks' products that can run in FP8."""
     every = layers(run.model)
-    return sum(of_kind[every[number]] for number in blocks)
+    of_kind = {layer: [p for p in products(layer, run.parallel.tp) if p.fits] for layer in kinds(run.model)}
+    for number in blocks:
+        yield from ((number, product) for product in of_kind[every[number]])
 
 
 def fp8_exceptions(run: Run) -> list[str]:

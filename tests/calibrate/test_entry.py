@@ -174,6 +174,10 @@ CARD_SHARES = {"bf16": 0.9, "fp16": 0.8, "fp32": 0.95, "fp8": 0.7}
 CARD_RATES = {"to_host": 5e10, "update": 3e11, "update_host": 1e10, "bandwidth": 4e12}
 
 
+def test_odd_rows_of_a_card_cost_what_they_cost_an_a100() -> None:
+    assert CARD_START.misaligned == known_hardware().device("a100-80gb").constants["misaligned"]
+
+
 def test_a_card_is_fitted_by_runs_of_its_own_and_has_what_it_does_not_show_of_its_kind() -> None:
     like = known_hardware(None).cluster("h200", 1, None, None).device
     unseen = {name: like.constants[name] for name in (*BETWEEN_CARDS, *OF_COLLECTIVES)}

@@ -76,14 +76,11 @@ def test_constants_that_are_borrowed_are_told(capsys: pytest.CaptureFixture[str]
     assert json.loads(plan(f"{layout} --gpu mi300x --json", capsys)[1])["constants_of"] == "h100"
 
 
-def test_the_step_of_bloom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_step_of_bloom(capsys: pytest.CaptureFixture[str]) -> None:
     """The command of the page, beside the 105.2 s that steps took."""
     page = (ROOT / "docs/how-to/plan.md").read_text()
     (words,) = re.findall(r"^megazero plan (.* --program megatron-deepspeed .*)$", page, re.MULTILINE)
-    whole = tmp_path / "whole.yaml"
-    (line,) = re.findall(r"`whole.yaml` of one line, `(.*?)`", page)
-    whole.write_text(line)
-    status, out, _ = plan(f"{words.replace('whole.yaml', str(whole))} --json", capsys)
+    status, out, _ = plan(f"{words} --json", capsys)
     (best,) = json.loads(out)["best"]
     assert status == 0 and abs(best["seconds"] / 105.2 - 1) < 0.05
     (written,) = re.findall(r"105.2 s that BLOOM was trained with are predicted \((.*?) s\)", page)

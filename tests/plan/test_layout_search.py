@@ -17,6 +17,7 @@ from megazero.plan.cluster.layout_flags import setting, settings_words
 from megazero.plan.cluster.layout_search import Candidate, LayoutSearch, Turn
 from megazero.plan.cluster.least_memory import FILLINGS, LeastMemory, fullest_stages, short_step, state_width
 from megazero.plan.cluster.misfit import cheapest_change, short_words
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON, OURS, Program
 from megazero.plan.placement import EQUAL
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
@@ -188,6 +189,34 @@ def test_what_the_user_says_is_fixed() -> None:
     for step in steps:
         p, schedule = step.run.parallel, step.run.schedule
         assert (p.tp, p.zero_stage, p.recompute_granularity, schedule.micro_batch_size) == (2, 3, "full", 3)
+
+
+HYBRID = {(stage, shard) for stage in (1, 2, 3) for shard in (None, 2)} | {(0, None)}
+
+
+@pytest.mark.parametrize(
+    ("program", "schedules", "sequence_parallel", "state", "away"),
+    [
+        (OURS, {"1f1b", "interleaved", "zb-h1", "zb-v"}, {True, False}, HYBRID, 4),
+        (MEGATRON, {"1f1b", "interleaved"}, {True, False}, {(1, None), (1, 2), (0, None)}, 3),
+        (DEEPSPEED_BF16, {"1f1b"}, {False}, {(1, None), (0, None)}, 1),
+    ],
+)
+def test_of_another_program_only_what_it_has_is_looked_at(
+    program: Program,
+    schedules: set[str],
+    sequence_parallel: set[bool],
+    state: set[tuple[int, int | None]],
+    away: int,
+) -> None:
+    asked, split = replace(open_run("", 16), program=program), Split(2, 2, 4)
+    computed, placed = list(asked.computed(split)), list(asked.placed(split, {}))
+    assert {settings["pipeline_schedule"] for settings in computed} == schedules
+    assert {settings["sequence_parallel"] for settings in computed} == sequence_parallel
+    assert {(settings["zero_stage"], settings["zero_shard_size"]) for settings in placed} == state
+    assert len(asked.offloads) == away
+    fixed = replace(open_run("--zero-stage 3 --sequence-parallel", 16), program=program)
+    assert {settings["zero_stage"] for settings in fixed.placed(split, {})} == {3}, "what the user says is fixed"
 
 
 def test_a_switch_that_is_off_is_named_by_its_negation() -> None:

@@ -29,6 +29,7 @@ Settings = dict[str, Any]
 """Field of a run -> value."""
 
 MOST_MICRO_BATCH = 16
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 VIRTUAL = (2, 4, 8)
 """Virtual stages of interleaved schedules. More of them send more messages than their smaller bubble is worth."""
 RECOMPUTE = ("none", "selective", "full")
@@ -85,11 +86,11 @@ class OpenRun:
         return ClusterRates(self.cluster, self.program)
 
     def values(self, field: str, values: Iterator[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values of a field: the user's alone, where there is one."""
+        """The values of a field that the program has: the user's alone, where there is one."""
         for section in (self.run.parallel, self.run.schedule, self.run.offload):
             if field in self.fixed and hasattr(section, field):
                 return (getattr(section, field),)
-        return tuple(values)
+        return tuple(value for value in values if self.program.has(field, value))
 
     def splits(self) -> list[Split]:
         """The splits of the ranks: tp within a node, stages that each have a layer."""
@@ -125,7 +126,7 @@ class OpenRun:
             "zb-v": (2,),
             "gpipe": (1,) if "pipeline_schedule" in self.fixed else (),
         }
-        for schedule in self.values("pipeline_schedule", self.program.schedules):
+        for schedule in self.values("pipeline_schedule", SCHEDULES):
             name = schedule or ("1f1b" if self.run.parallel.virtual_stages == 1 else "interleaved")
             for virtual in self.values("virtual_stages", chunks[name]):
                 yield {"pipeline_schedule": name, "virtual_stages": virtual}
@@ -183,7 +184,8 @@ class OpenRun:
         less on any layout. Nothing leaves a CPU for the host's memory, which is its own.
         """
         offloads = OFFLOADS[: 1 if self.kind == "cpu" else None]
-        return [offload for offload in offloads if not {*offload} & self.fixed]
+        has = self.program.has
+        return [each for each in offloads if not {*each} & self.fixed and all(has(*pair) for pair in each.items())]
 
     def _shards(self, split: Split, stage: int) -> tuple[int | None, ...]:
         """All replicas; or those of one node, where there are others."""

@@ -64,7 +64,7 @@ class ClusterRates:
         plan = activation_plan(run, kind)
         timer, table = unit_timer(self._while(run, axes), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
-        chunks[-1] = self.with_loss(chunks[-1], run)
+        chunks[-1] = self._with_loss(chunks[-1], run)
         lanes = self.lanes(axes, is_sharded=run.parallel.zero_stage > 0)
         message = self.message(run, axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
@@ -85,7 +85,7 @@ class ClusterRates:
             at_once=self.stages_at_once(axes) if kind == "cpu" else None,
         )
 
-    def with_loss(self, chunk: ChunkSeconds, run: Run) -> ChunkSeconds:
+    def _with_loss(self, chunk: ChunkSeconds, run: Run) -> ChunkSeconds:
         """The chunk of the head, with what the loss of the program takes more than ours."""
         if not any(self.program.logits):
             return chunk

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -109,11 +109,11 @@ class Constants:
 
 def constants_of(device: Device) -> Constants:
     """Those of a device. Raises ConfigError if its entry in the file lacks one."""
-    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention", "thin", "written", "factors", "waking"}
-    missing = [name for name in names if name not in device.constants and name not in optional]
+    known, names = device.constants, [each.name for each in fields(Constants)]
+    missing = [each.name for each in fields(Constants) if each.default is MISSING and each.name not in known]
     if missing:
         raise ConfigError([f"--gpu {device.name}: its entry has no constants {', '.join(missing)}"])
-    return Constants(**{name: device.constants[name] for name in names if name in device.constants})
+    return Constants(**{name: known[name] for name in names if name in known})
 
 
 @cache

@@ -8,8 +8,9 @@ loss may move more bytes. Each is here with its reason. Whose run a row is says 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Program:
     """What a program holds on a rank beside what a step of ours does, and how its stages send.
 
     name       as `megazero plan --program` takes it
-    schedules  those of the pipeline that it has, which a search goes over
+    only       values of a run's settings that it has, by field, where it has not all of ours: a search goes over these
     parameter  bytes for each parameter of the rank
     mask       bytes for each score of attention that waits for its backward, where scores are dropped
     outputs    how often it keeps what a stage sends of a micro-batch until the micro-batch's backward
@@ -29,7 +30,7 @@ class Program:
     """
 
     name: str
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     parameter: float = 0.0
     mask: float = 0.0
     outputs: int = 0
@@ -37,6 +38,10 @@ class Program:
     waits: bool = False
     launch: float | None = None
     logits: tuple[float, float] = (0.0, 0.0)
+
+    def has(self, setting: str, value: object) -> bool:
+        """Whether it has this value of a run's field."""
+        return value in self.only.get(setting, (value,))
 
     def more(self, parameters: int, scores: int, sent: int) -> int:
         """The bytes of a rank with so many parameters and scores. sent: bytes of what its stage sends of all
@@ -52,12 +57,14 @@ UNFUSED = 38.0 - 2.0, 14.0 - 4.0
 difference (8), its exponential (8), their sum (4), the quotient (8). Backward: times the gradient (8), to 16 bits (6).
 Ours reads what the product made, and in backward writes over it.
 """
-OF_MEGATRON = 1.32e-5
+MEGATRON_LAUNCH = 1.32e-5
 """Seconds of the host for each kernel, as fitted (`bench/fit_plan.py`)."""
 MEGATRON = Program(
     "megatron-lm",
-    ("1f1b", "interleaved"),
-    launch=OF_MEGATRON,
+    MappingProxyType(
+        {"pipeline_schedule": ("1f1b", "interleaved"), "zero_stage": (1, 0), "offload_gradients": ("none",)}
+    ),
+    launch=MEGATRON_LAUNCH,
     mask=1.0,
     scatters=(True, True),
     waits=True,
@@ -66,17 +73,25 @@ MEGATRON = Program(
 """Megatron-LM: 18 bytes for each parameter, as ours. It stores which scores were dropped (arXiv 2205.05198, section
 4.1), where ours draws them again. The masks of hidden states, which are small beside these, are left out. What a stage
 has sent is freed at once. Hidden states are scattered and gathered (arXiv 2104.04473, section 4.1), and a stage goes on
-when its message has arrived.
+when its message has arrived. Its distributed optimizer is ZeRO-1; of what shards more nothing was fitted.
 """
 DEEPSPEED_BF16 = Program(
     "megatron-deepspeed",
-    ("1f1b",),
+    MappingProxyType(
+        {
+            "pipeline_schedule": ("1f1b",),
+            "sequence_parallel": (False,),
+            "zero_stage": (1, 0),
+            "zero_shard_size": (None,),
+            "offload_optimizer": ("none",),
+        }
+    ),
     parameter=4.7,
     mask=1.0,
     outputs=1,
     scatters=(True, False),
     waits=True,
-    launch=OF_MEGATRON,
+    launch=MEGATRON_LAUNCH,
     logits=UNFUSED,
 )
 """Megatron-DeepSpeed with DeepSpeed's optimizer for bf16, which BLOOM was trained with.
