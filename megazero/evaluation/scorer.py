@@ -20,6 +20,7 @@ from megazero.evaluation.losses import token_losses
 from megazero.evaluation.windows import Window
 from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage
+from megazero.mpu.bundle import MessageSpec
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
@@ -179,9 +180,9 @@ class Scorer:
         last = _Scored(self.stages[-1], greedy) if self.has_head else None
         if last is not None:
             stages[-1] = last
-        engine = PipelineEngine(
-            stages, self.grid, self._lists, shape, compute_dtype(self.run.optimizer.precision), self._channels
-        )
+        hidden = MessageSpec.single(shape, compute_dtype(self.run.optimizer.precision))
+        messages = (hidden,) * (self.grid.pp.size * len(stages) - 1)
+        engine = PipelineEngine(stages, self.grid, self._lists, messages, self._channels)
         if (shape, greedy) in self._warm:
             engine.is_warm[False] = True
         elif not engine.is_warm[False]:

@@ -27,6 +27,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec
+from megazero.mpu.bundle import MessageSpec
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.lora import low_rank
@@ -261,8 +262,9 @@ def build_engine(
     """
     rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
-    dtype = compute_dtype(run.optimizer.precision)
-    return PipelineEngine(list(stages), grid, lists, shape, dtype, channels, state, host, computed)
+    hidden = MessageSpec.single(shape, compute_dtype(run.optimizer.precision))
+    messages = (hidden,) * (chunks_of(run).count - 1)
+    return PipelineEngine(list(stages), grid, lists, messages, channels, state, host, computed)
 
 
 def host_activations(run: Run, device: torch.device, disks: ActivationDisks | None = None) -> HostActivations | None:

@@ -1,8 +1,8 @@
 """One interpreter for every step: it executes the instructions of this rank's list in order.
 
 It knows no feature by name. What a list asks of model state, `pipeline.actions.StateActions` does. Messages between
-stages are hidden states and their gradients: [s, b, h], or [s/t, b, h] under sequence parallelism. Each stage reads
-tokens, labels and masks from its own copy of the micro-batch.
+stages are what one unit hands to the next, and its gradients (`mpu.bundle`): hidden states [s, b, h], or [s/t, b, h]
+under sequence parallelism. Each stage reads tokens, labels and masks from its own copy of the micro-batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.model.batch import MicroBatch
+from megazero.mpu.bundle import MessageSpec
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.actions import ActivationActions, NoState, StateActions, StepEnd
-from megazero.pipeline.schedule_run import ScheduleRun, StageParts
+from megazero.pipeline.schedule_run import PassBatch, ScheduleRun, StageParts
 from megazero.pipeline.warm_up import LonePass
 from megazero.program.effects import ParametersRead
 from megazero.program.instruction import Instruction
@@ -44,8 +44,7 @@ class PipelineEngine:
     stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch, units or None). They
                   return hidden states; the model's last chunk returns the sum of token losses, 0-dim
     lists         the lists of training and evaluation
-    hidden_shape  shape of every message
-    dtype         dtype of every message
+    messages      by boundary: number n is between model chunks n and n + 1
     channels      sends and receives between neighbours; None only with one stage
     state         parameters and gradients; default: parameters that are always there and are not trained
     host          memory for activations that leave the device; None: the lists say of none
@@ -57,8 +56,7 @@ class PipelineEngine:
         stages: Sequence[nn.Module],
         grid: ProcessGrid,
         lists: StepLists,
-        hidden_shape: tuple[int, ...],
-        dtype: torch.dtype,
+        messages: Sequence[MessageSpec],
         channels: Channels | None,
         state: StateActions | None = None,
         host: ActivationActions | None = None,
@@ -67,11 +65,11 @@ class PipelineEngine:
         assert channels is not None or grid.pp.size == 1
         self.stages, self.lists = tuple(stages), lists
         self.model_chunks = grid.pp.size * len(stages)
+        assert len(messages) == self.model_chunks - 1, (len(messages), self.model_chunks)
         self.parts = StageParts(
             self.stages,
             self.model_chunks,
-            hidden_shape,
-            dtype,
+            messages,
             grid.device,
             channels,
             lists.shape,
@@ -93,7 +91,7 @@ class PipelineEngine:
         self.is_warm = dict.fromkeys((True, False), self._sends_at_once)
         """Whether training (True) and evaluation (False) may send messages: see `pipeline.warm_up`."""
 
-    def warm_up(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> None:
+    def warm_up(self, micro_batches: Sequence[PassBatch], loss_factor: Tensor) -> None:
         """Run a step without messages (`pipeline.warm_up`), before the first `train`, with its arguments.
 
         The model state must forget the gradients afterwards: first it makes the updates that a step has left. All ranks
@@ -103,7 +101,7 @@ class PipelineEngine:
         LonePass(self.parts, micro_batches, trains=True).run(self.lists.training(len(micro_batches)), loss_factor)
         self.is_warm[True] = True
 
-    def warm_up_evaluation(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def warm_up_evaluation(self, micro_batches: Sequence[PassBatch]) -> None:
         """As `warm_up`, for `evaluate`, which calls it if nobody has."""
         with self._evaluating():
             LonePass(self.parts, micro_batches, trains=False).run(self.lists.evaluation(len(micro_batches)), None)
@@ -111,7 +109,7 @@ class PipelineEngine:
 
     def train(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[PassBatch],
         loss_factor: Tensor,
         end: StepEnd | None = None,
         *,
@@ -139,7 +137,7 @@ class PipelineEngine:
         """
         ScheduleRun(self.parts, (), end, trains=False).run(self.lists.settling(), None)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: Sequence[PassBatch]) -> Tensor:
         """The sum of token losses as in `train`, without gradients and in the modules' evaluation mode."""
         self.parts.state.settle()
         if not self.is_warm[False]:
@@ -151,12 +149,13 @@ class PipelineEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training = [stage.training for stage in self.stages]
+        # of each module by itself: one of a user's may be in evaluation mode in training
+        was_training = [(module, module.training) for stage in self.stages for module in stage.modules()]
         for stage in self.stages:
             stage.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            for stage, training in zip(self.stages, was_training, strict=True):
-                stage.train(training)
+            for module, training in was_training:
+                module.training = training

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
@@ -142,7 +143,9 @@ class _RankProbe:
             return
         self.now = instruction
         if instruction.micro_batch >= 0:
-            samples = run.micro_batches[instruction.micro_batch].samples
+            batch = run.micro_batches[instruction.micro_batch]
+            assert isinstance(batch, MicroBatch)
+            samples = batch.samples
             self.samples = () if samples is None else tuple(samples.tolist())
 
     def maker_of(self, difference: FirstDifference) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megazero.model.batch import MicroBatch
 from megazero.mpu.axes import Axes
+from megazero.mpu.bundle import MessageSpec
 from megazero.mpu.grid import Group, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
@@ -155,7 +156,8 @@ def build_engine(
 
     shape, options = shape_of(stages, cut=cut, every=every), StepOptions(reduce_every=every)
     lists = Lists(schedule, lambda m: forward_only(schedule(m)), shape, options, pp * len(stages))
-    return PipelineEngine(stages, grid, lists, (SEQUENCE, size, HIDDEN), torch.float64, channels, state)
+    hidden = MessageSpec.single((SEQUENCE, size, HIDDEN), torch.float64)
+    return PipelineEngine(stages, grid, lists, (hidden,) * (pp * len(stages) - 1), channels, state)
 
 
 def run_case(

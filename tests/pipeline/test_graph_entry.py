@@ -30,7 +30,7 @@ def test_what_a_split_backward_defers_does_not_keep_the_gradient_of_the_input() 
     weight.gradient_target = target = Late()
     entry, hidden = GraphEntry(), torch.arange(6.0).view(2, 3)
     plain_linear(entry.enter(hidden), weight, None).sum().backward()
-    gradient = entry.leave()
+    (gradient,) = entry.leave()
     assert gradient is not None and gradient.tolist() == [[30.0, 35.0, 40.0]] * 2
     arrived = weakref.ref(gradient)
     del gradient
@@ -38,4 +38,4 @@ def test_what_a_split_backward_defers_does_not_keep_the_gradient_of_the_input() 
     into = torch.zeros(5, 3)
     target.writes[0](into, True)
     assert into.tolist() == [[3.0, 5.0, 7.0]] * 5
-    assert entry.leave() is None
+    assert entry.leave() == (None,)

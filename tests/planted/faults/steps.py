@@ -16,8 +16,8 @@ FAULTS = (
         "each stage divides",
         "Each stage divides the gradient by the number of micro-batches again (DeepSpeed).",
         "megazero/pipeline/schedule_run.py",
-        "torch.autograd.backward([edge], [gradient])",
-        "torch.autograd.backward([edge], [gradient / len(self.micro_batches)])",
+        "[gradient for _, gradient in both])",
+        "[gradient / len(self.micro_batches) for _, gradient in both])",
         "tests/pipeline/test_engine.py::test_fault_09_gradients_do_not_depend_on_stages_or_accumulation",
     ),
     Fault(
@@ -43,8 +43,8 @@ FAULTS = (
         "loss of the last micro-batch",
         "The loss is that of the last micro-batch only (DeepSpeed).",
         "megazero/pipeline/schedule_run.py",
-        "self.loss_sum += output.detach()",
-        "self.loss_sum = output.detach().double()",
+        "self.loss_sum += loss\n",
+        "self.loss_sum = loss.double()\n",
         OWN_LABELS,
     ),
     Fault(
