@@ -112,9 +112,9 @@ def open_on_grid(source: Source, grid: ProcessGrid, precision: str | None = None
     )
 
 
-def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> Model:
+def model_of(source: Source, *, precision: str | None = None, device: str | torch.device = "cpu") -> TrainedModel:
     """As `load`, for a source that is open."""
-    return Model(open_on_grid(source, single_process_grid(device), precision))
+    return TrainedModel(open_on_grid(source, single_process_grid(device), precision))
 
 
 def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> Run:
@@ -131,7 +131,7 @@ def for_inference(run: Run, grid: ProcessGrid, precision: str | None = None) -> 
     return replace(run, model=model, parallel=parallel, optimizer=optimizer)
 
 
-class Model(nn.Module):
+class TrainedModel(nn.Module):
     """A whole model in one process, as `load` returns it. Parameters have megazero's global names.
 
     config     the model's shape and settings
@@ -216,7 +216,7 @@ class Model(nn.Module):
 
 def load(
     path: str | Path, *, precision: str | None = None, device: str | torch.device = "cpu", format: str | None = None
-) -> Model:
+) -> TrainedModel:
     """The whole model of a checkpoint in this process, in evaluation mode: `megazero.load`.
 
     path       a checkpoint of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT; also ORG/NAME of its Hub), PEFT,
@@ -240,4 +240,4 @@ def load(
     except (RuntimeError, AssertionError) as error:
         near = "cpu or cuda" if devices.cuda_available() else "cpu; torch finds no CUDA device here"
         raise ValueError(f"device is {str(device)!r}: nearest: {near}") from error
-    return Model(open_model(path, single_process_grid(device), precision=precision, format=format))
+    return TrainedModel(open_model(path, single_process_grid(device), precision=precision, format=format))

@@ -76,13 +76,14 @@ def _paths(run: Run, tier: Tier) -> list[Path]:
 class StateFiles:
     """The files of a run's model state on this rank.
 
+    prepared  whose data and checkpoint a whole step has to fit; None: no step becomes whole on disks
     token    a word for the names of the job's files, the same on all ranks
     leaving  called if a signal ends the process before the first step
     stores   the files by tier, once `open` has opened them
     start    with --nvme-checkpoint where the swap files lead, once `open` knows
     """
 
-    def __init__(self, run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> None:
+    def __init__(self, run: Run, grid: ProcessGrid, prepared: Prepared | None, signals: StopSignals) -> None:
         self.run, self.grid, self.prepared, self.leaving = run, grid, prepared, signals.leaving
         self.token = new_token(grid.world, grid.device)[:12]
         self.stores: dict[Tier, Store] = {}
@@ -100,6 +101,7 @@ class StateFiles:
             with as_config_error(_named(self.run, tier)):
                 of_tier = pieces.get(tier, {})
                 if tier is Tier.DISK and whole_steps(self.run.offload):
+                    assert self.prepared is not None, "whole steps are of prepared data"
                     plans, resumed = self.prepared.datasets.train.plans, self.prepared.resumed
                     self.start = swap_start(self.run, self.grid, of_tier, self.token, resumed, plans)
                 opens = partial(self._open, tier, of_tier, again)
@@ -119,7 +121,9 @@ class StateFiles:
 
 
 @contextmanager
-def state_files(run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> Iterator[StateFiles | None]:
+def state_files(
+    run: Run, grid: ProcessGrid, prepared: Prepared | None, signals: StopSignals
+) -> Iterator[StateFiles | None]:
     """A context with the files of a run's model state, which the model state opens; None where nothing of it rests in
     files. If the block fails, or a signal ends the process before the first step, files without a whole step are
     removed.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megazero
-from megazero.convert.loading import Model, model_of
+from megazero.convert.loading import TrainedModel, model_of
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference.sampling import Sampling
 from tests.convert.sources import made
@@ -19,14 +19,14 @@ IDS = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> TrainedModel:
     return model_of(made())
 
 
 @pytest.mark.parametrize(
     "make", [tuple, np.array, torch.tensor, lambda ids: [*map(np.int32, ids)], lambda ids: [*torch.tensor(ids)]]
 )
-def test_ids_of_every_kind_are_ids(make: Callable[[list[int]], Any], model: Model) -> None:
+def test_ids_of_every_kind_are_ids(make: Callable[[list[int]], Any], model: TrainedModel) -> None:
     """A list of int comes back, which JSON takes."""
     found = model.generate(make(IDS), np.int64(2))  # type: ignore[arg-type]
     assert found == model.generate(IDS, 2) and {type(token) for token in found} == {int}
@@ -52,7 +52,7 @@ MISTAKES: tuple[tuple[Any, Any, Any, str], ...] = (
 
 
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
-def test_each_mistake_says_what_to_pass(number: int, model: Model) -> None:
+def test_each_mistake_says_what_to_pass(number: int, model: TrainedModel) -> None:
     ids, count, sampling, told = MISTAKES[number]
     with pytest.raises((TypeError, ValueError)) as caught:
         model.generate(ids, count, Sampling() if sampling is None else sampling)
@@ -76,7 +76,7 @@ def test_a_text_is_for_the_models_own_tokenizer() -> None:
         (torch.tensor([[3, 97]]), "ids holds 97, outside the model's vocabulary of 97"),
     ],
 )
-def test_a_forward_pass_takes_a_tensor_of_ids(ids: Any, told: str, model: Model) -> None:
+def test_a_forward_pass_takes_a_tensor_of_ids(ids: Any, told: str, model: TrainedModel) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         model(ids)
     assert str(caught.value).startswith(told)
@@ -85,7 +85,7 @@ def test_a_forward_pass_takes_a_tensor_of_ids(ids: Any, told: str, model: Model)
 
 
 @pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}, ["hello"]])
-def test_a_chat_is_a_list_of_turns(messages: Any, model: Model) -> None:
+def test_a_chat_is_a_list_of_turns(messages: Any, model: TrainedModel) -> None:
     with pytest.raises(TypeError, match=r'messages is a list of turns, such as \[\{"role": "user"'):
         model.chat(messages)
 

@@ -1,0 +1,413 @@
+"""Training of a user's modules: `engine` takes a model, and a step takes micro-batches.
+
+The parts of a step are those of `megazero.pretrain`: the program of instructions, the model state in buckets, the
+schedules. They know nothing of GPT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint.agreement import raise_on_all_ranks
+from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
+from megazero.launch import world_of
+from megazero.mpu import collectives
+from megazero.mpu.bundle import MessageSpec
+from megazero.mpu.grid import Group, ProcessGrid
+from megazero.mpu.p2p import Channels
+from megazero.mpu.parameter import Parameter, spec_of
+from megazero.optim.loss_scale import LossScaler
+from megazero.own.model import BatchTensors, Model, OwnUnit
+from megazero.own.rank_units import place_model, structure_digest
+from megazero.own.saved import OwnCheckpoints, require_names
+from megazero.own.settings import run_of
+from megazero.own.stage import OwnBatch, boundaries, buffer_dtype, shapes_of
+from megazero.own.values import InitialValues
+from megazero.pipeline.build import step_lists
+from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.stage_specs import chunks_of
+from megazero.telemetry.watchdog import StopSignals
+from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks
+from megazero.train.swap_files import state_files
+from megazero.zero.actions import UpdateValues
+from megazero.zero.optimizer import OwedStepEnd, ShardedOptimizer, TrainingStepEnd
+from megazero.zero.state import ModelState
+
+FILLED = ("weight",)
+GivenBatches = Sequence[BatchTensors] | BatchTensors
+"""Micro-batches, or one."""
+
+
+class StepResult(NamedTuple):
+    """Numbers of a step, the same on all ranks: 0-dim tensors on the device, for which nobody has waited.
+
+    loss       the sum of the losses of all micro-batches of all ranks, over their number
+    grad_norm  before clipping
+    skipped    whether a gradient or the loss was not finite, so that nothing was updated
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+class Engine:
+    """A model in training on this rank, with its part of the units and of the model state.
+
+    Made by `megazero.engine`. It is a context, which ends its process groups; `close` does, too.
+
+    steps                  number of steps that were made, those before a load included
+    rank                   this rank's number among all
+    data_rank, data_ranks  which micro-batches are this rank's: those of one of so many parts of a batch. All stages
+                           of a part take the same
+    """
+
+    def __init__(self, model: Model, run: Run, lr: float, grid: ProcessGrid, groups: ExitStack) -> None:
+        self.run, self.lr, self.grid, self._groups = run, lr, grid, groups
+        self.dtype = compute_dtype(run.optimizer.precision)
+        self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
+        if model.is_taken:
+            raise ConfigError(
+                ["the model is an engine's already, and its parameters are the engine's: make another one"]
+            )
+        model.is_taken = True
+        digest = structure_digest(model)
+        self._require_alike(digest, grid.world, "have other models: other units, names, shapes or dtypes")
+        self._placed = placed = place_model(model, run, grid)
+        self.stages = placed.stages
+        files = groups.enter_context(state_files(run, grid, None, StopSignals()))
+        opens = None if files is None else files.open
+        self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
+        self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid)
+        self.scaler = LossScaler(run.optimizer, grid.device)
+        self._fill(placed.values)
+        self.steps = 0
+        self._checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
+        self._lists = step_lists(run, grid.at.pp, self.state.shape)
+        self._channels = Channels(grid, and_back=chunks_of(run).and_back)
+        self._numbers = set[int]()
+        """Of micro-batches of a step, which all ranks have alike."""
+        self._engines: dict[Any, PipelineEngine] = {}
+        """By the shapes of micro-batches."""
+        self._trained = {spec_of(each).name: each for each in self._parameters() if each.requires_grad}
+        self._frozen = {spec_of(each).name: each for each in self._parameters() if not each.requires_grad}
+        self._unreached = set() if model.unused else {*self._trained}
+        """Trained parameters that no gradient has reached yet."""
+        for name in self._unreached:
+            self._trained[name].register_post_accumulate_grad_hook(_Reached(self._unreached, name))
+
+    # --- how it is built -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _fill(self, values: InitialValues) -> None:
+        """Set the weights to these values, which replicas have alike. A collective of all ranks."""
+        what = "begin with other values: seed torch alike on all of them"
+        self._require_alike(values.digest(), self.grid.replicas, what)
+        for fragments in self.optimizer.portions(FILLED):
+            for fragment in fragments:
+                whole = values.of(fragment.spec.name).reshape(-1)
+                fragment.weight.copy_(whole[fragment.start : fragment.stop])
+        self.optimizer.after_load(FILLED)
+        self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
+        values.forget()
+
+    def _require_alike(self, digest: int, group: Group, what: str) -> None:
+        """Raise ConfigError on all ranks if ranks of a group have other digests. A collective of all ranks."""
+        both = torch.tensor([digest, -digest], dtype=torch.float64, device=self.grid.device)
+        collectives.all_reduce(both, group, "max").wait()
+        apart = (both.sum() != 0).double()
+        collectives.all_reduce(apart, self.grid.world, "max").wait()
+        if apart.item():
+            raise ConfigError([f"the ranks {what}"])
+
+    def _parameters(self) -> list[Parameter]:
+        """Those of this rank's units, each once."""
+        every = (parameter for stage in self.stages for unit in stage.units() for parameter in unit.parameters())
+        return [*{id(each): each for each in every if isinstance(each, Parameter)}.values()]
+
+    # --- how it is used --------------------------------------------------------------------------------------------
+
+    def step(self, batches: GivenBatches, lr: float | None = None) -> StepResult:
+        """Make one optimizer step.
+
+        batches  this rank's micro-batches, by name of their tensors, each of the same shapes: as many on every rank.
+                 One mapping is one micro-batch
+        lr       the learning rate of this step; None: the last one
+
+        A collective of all ranks. Raises ValueError with a unit's name for what the unit returns.
+        """
+        self._require_grads_as_before()
+        self.lr = self.lr if lr is None else lr
+        micro_batches = self._micro_batches(batches)
+        self._require_as_many(len(micro_batches))
+        engine = self._engine(micro_batches[0])
+        for stage in self.stages:
+            stage.counted.zero_()
+        scale = self.scaler.scale
+        self.state.messages.begin_step(scale)
+        owed = self.state.owed.take()
+        reports = engine.has_loss
+        end = TrainingStepEnd(
+            optimizer=self.optimizer,
+            reduce=self._reduce,
+            lr=self.lr,
+            positions=1,
+            scale=scale,
+            clip_grad=self.run.optimizer.clip_grad,
+            tokens=self.stages[-1].counted if reports else 0.0,
+            reports=reports,
+            stops=lambda: False,
+            values=owed,
+        )
+        engine.train(micro_batches, scale, end, owed=owed is not None)
+        self._require_reached()
+        if self.run.parallel.late_update and end.values is not None:
+            self.state.owed.leave(end.values, self._settle)
+        self.optimizer.end_step(end.bad)
+        self.scaler.update(end.bad)
+        self.steps += 1
+        return StepResult(end.loss_sum / end.all_tokens, end.grad_norm, end.bad)
+
+    def _require_as_many(self, number: int) -> None:
+        """Raise ConfigError on all ranks if some have other numbers of micro-batches. Looked at where a number is new:
+        then a collective of all ranks.
+        """
+        if number not in self._numbers:
+            self._require_alike(number, self.grid.world, "take other numbers of micro-batches in a step")
+            self._numbers.add(number)
+
+    def _require_grads_as_before(self) -> None:
+        """Raise ValueError if somebody has begun or ceased to train a parameter."""
+        for named, is_trained in ((self._trained, True), (self._frozen, False)):
+            for name, parameter in named.items():
+                if parameter.requires_grad != is_trained:
+                    raise ValueError(
+                        f"requires_grad of {name} is {parameter.requires_grad} now: an engine keeps memory for what is "
+                        "trained when it is made"
+                    )
+
+    def _require_reached(self) -> None:
+        """Raise ValueError behind the first step if a trained parameter had no gradient in it."""
+        if self._unreached:
+            name = next(name for name in self._trained if name in self._unreached)
+            unit, _, own = name.partition(".")
+            raise ValueError(
+                f"no gradient reaches parameter {own} of unit {unit!r}: the loss does not depend on it. Freeze it "
+                "(requires_grad_(False)), or say unused=True of the model"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, batches: GivenBatches) -> Tensor:
+        """The mean loss of micro-batches, as of `step`, with the modules in evaluation mode. A collective of all
+        ranks.
+        """
+        micro_batches = self._micro_batches(batches)
+        engine = self._engine(micro_batches[0])
+        for stage in self.stages:
+            stage.counted.zero_()
+        loss = engine.evaluate(micro_batches)
+        reports = engine.has_loss
+        total, number = self._reduce(loss if reports else 0.0, self.stages[-1].counted if reports else 0.0)
+        return total / number
+
+    def _settle(self, values: UpdateValues) -> None:
+        next(iter(self._engines.values())).settle(OwedStepEnd(self.optimizer, values))
+
+    def _micro_batches(self, batches: GivenBatches) -> list[OwnBatch]:
+        given = [batches] if isinstance(batches, Mapping) else list(batches)
+        if not given:
+            raise ValueError("batches is empty: a step has one micro-batch at least")
+        for number, batch in enumerate(given):
+            wrong = [name for name, tensor in batch.items() if not isinstance(tensor, Tensor)]
+            if wrong:
+                raise ValueError(f"micro-batch {number} has {wrong[0]!r}, which is no tensor")
+            if shapes_of(batch) != shapes_of(given[0]):
+                raise ValueError(f"micro-batch {number} has other names, shapes or dtypes than the first of the step")
+        device = self.grid.device
+        return [OwnBatch({name: tensor.to(device) for name, tensor in batch.items()}) for batch in given]
+
+    def _engine(self, batch: OwnBatch) -> PipelineEngine:
+        """The engine for micro-batches of these shapes."""
+        shapes = shapes_of(batch.tensors)
+        if shapes not in self._engines:
+            messages: tuple[MessageSpec, ...] = ()
+            if len(self._placed.chunks) > 1:
+                messages = boundaries(self._placed.units, self._placed.chunks, batch.tensors, self.dtype)
+            self._engines[shapes] = PipelineEngine(
+                self.stages, self.grid, self._lists, messages, self._channels, self.state.actions
+            )
+        return self._engines[shapes]
+
+    def _reduce(self, *values: Tensor | float) -> list[Tensor]:
+        """The sum of each value over all ranks; one all-reduce of the world."""
+        device = self.grid.device
+        packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        collectives.all_reduce(packed, self.grid.world).wait()
+        return list(packed.unbind())
+
+    @contextmanager
+    def parameters_whole(self) -> Iterator[dict[str, Tensor]]:
+        """A context with the parameters of this rank's units by name, whole and up to date. A collective of all
+        ranks.
+        """
+        with self.state.reading():
+            units = [unit for stage in self.stages for unit in stage.units()]
+            mine = (parameter for unit in units for parameter in unit.parameters())
+            yield {spec_of(parameter).name: parameter.detach() for parameter in mine}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the model in host memory, on every rank: what `load_state_dict` of an
+        `nn.ModuleList` or `nn.ModuleDict` of the units takes. Of a parameter that several units have, each has a copy
+        under its own name. A collective of all ranks.
+        """
+        return dict(self._collected(lambda tensor: True))
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write what `state_dict` has to a new file in the format of safetensors, with a unit at a time in memory. In
+        plain torch `safetensors.torch.load_file` opens it. A collective of all ranks, of which rank 0 writes. Raises
+        OSError on all ranks.
+        """
+        named = [(name, tensor) for unit in self._placed.units for name, tensor in unit.tensors()]
+        slots = [TensorHeader(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in named]
+        collected = self._collected(lambda tensor: True)
+
+        def write() -> None:
+            write_safetensors(Path(path), slots, (tensor for _, tensor in collected))
+
+        failure = None
+        try:
+            if self.rank == 0:
+                write()
+        except OSError as error:
+            failure = error
+        for _ in collected:  # on other ranks, and what is left where writing has failed
+            pass
+        raise_on_all_ranks(self.grid.world, self.grid.device, failure)
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """That of a parameter or buffer of the model on the rank that has it."""
+        return self.dtype if isinstance(tensor, nn.Parameter) else buffer_dtype(tensor, self.dtype)
+
+    def _collected(self, wanted: Callable[[Tensor], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Those of `state_dict` that are wanted, one after the other. Of another stage's a rank knows the shapes alone.
+        A collective of all ranks, which go through all of them.
+        """
+        chunks, device = chunks_of(self.run), self.grid.device
+        self.state.wait_parameters()  # makes updates that are owed, for which all ranks have to call it
+        for model_chunk, numbers in enumerate(self._placed.chunks):
+            stage = chunks.holder(model_chunk)[0]
+            for unit in (self._placed.units[number] for number in numbers):
+                is_here = stage == self.grid.pp.index
+                with self.state.reading(unit) if is_here else nullcontext():
+                    for name, tensor in unit.tensors():
+                        if wanted(tensor):
+                            value = torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device=device)
+                            if is_here:
+                                value.copy_(tensor.detach())
+                            collectives.broadcast(value, self.grid.pp, stage).wait()
+                            yield name, value.cpu()
+
+    def save(self, folder: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint into a folder, and return its path. The three newest are kept.
+
+        about: what the program wants back from `load`, as JSON holds it: where its data are, for instance.
+
+        A collective of all ranks, of which one file system or several have the folder. Raises as a save of a run does.
+        """
+        progress = {
+            "steps": self.steps,
+            "lr": self.lr,
+            "optimizer_steps": float(self.optimizer.step_count.item()),
+            "loss_scale": self.scaler.state_dict(),
+            "about": dict(about or {}),
+        }
+        return self._checkpoints.save(os.fspath(folder), self.steps, progress, dict(self._collected(_is_untrained)))
+
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Go on from the newest complete checkpoint in a folder, of any layout and precision, or from the one that the
+        folder is; return what was handed to `save`. None, and nothing changes, if there is none.
+
+        A collective of all ranks. Raises Damaged, or ValueError with the names that the model does not share.
+        """
+        found = self._checkpoints.find(os.fspath(folder))
+        if found is None:
+            return None
+        untrained = self._checkpoints.load(found)
+        self._put_untrained(untrained)
+        progress = found.progress
+        self.steps, self.lr = int(progress["steps"]), float(progress["lr"])
+        self.optimizer.step_count.fill_(progress["optimizer_steps"])
+        self.scaler.load_state_dict(progress["loss_scale"])
+        about: dict[str, Any] = progress["about"]
+        return about
+
+    @torch.no_grad()
+    def _put_untrained(self, read: Mapping[str, Tensor]) -> None:
+        """Set frozen parameters and buffers to what a checkpoint has."""
+        every = (named for unit in self._placed.units for named in unit.tensors())
+        require_names(read, {name: tensor.shape for name, tensor in every if _is_untrained(tensor)})
+        here = [unit for stage in self.stages for unit in stage.units()]
+        self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype))
+        for unit in here:
+            assert isinstance(unit, OwnUnit)
+            for name, tensor in unit.tensors():
+                if not isinstance(tensor, nn.Parameter):
+                    tensor.copy_(read[name])
+
+    def close(self) -> None:
+        """End the process groups and the lanes of what has left the device. Called by all ranks."""
+        self.state.tiers.close(remove=True)
+        self._groups.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if raised[0] is None:
+            self.close()
+
+
+class _Reached:
+    """A hook of a parameter, which is told once of its gradient."""
+
+    def __init__(self, unreached: set[str], name: str) -> None:
+        self._unreached, self._name = unreached, name
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._unreached.discard(self._name)
+
+
+def _is_untrained(tensor: Tensor) -> bool:
+    """Whether a tensor of a module is a buffer or a frozen parameter."""
+    return not tensor.requires_grad
+
+
+def engine(model: Model, optimizer: str = "adamw", lr: float = 1e-3, run: Mapping[str, Any] | None = None) -> Engine:
+    """A model in training. All ranks call it: those that torchrun started, or of torch's default process group.
+
+    model      of `megazero.Model`. Its modules become the engine's: their parameters are views of its buckets. The
+               values of units that are on other ranks are freed
+    optimizer  adamw, adam or sgd
+    lr         the learning rate until a step says another
+    run        fields of a run, as `megazero.pretrain` takes them: {"pp": 2, "zero_stage": 3}. If `precision` is not
+               set, it is that of the model's parameters
+
+    A collective of all ranks. Raises ConfigError with everything that is wrong.
+    """
+    meeting = rendezvous()
+    environment = meeting.environment
+    resolved = result_on_all_ranks(lambda: run_of(run or {}, optimizer, model, environment.world_size), meeting)
+    with ExitStack() as opened:
+        world = world_of(resolved, environment)
+        grid = opened.enter_context(process_groups(world, meeting, resolved.parallel))
+        return Engine(model, resolved, lr, grid, opened.pop_all())

@@ -1,0 +1,152 @@
+"""A user's model: modules of torch in forward order, with the names of their parameters.
+
+What a unit takes is said by its `forward`: a parameter called `batch` gets the micro-batch, and another one what the
+unit before has returned. A parameter that several units have is one, under the name where it comes first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BATCH = "batch"
+"""The name of the parameter that gets the micro-batch."""
+BatchTensors = Mapping[str, Tensor]
+"""A micro-batch, by the names of its tensors."""
+Loss = Callable[..., tuple[Tensor, Tensor | float]]
+"""From what the last unit returns, and the micro-batch: a 0-dim sum, and the number that it is a sum over."""
+
+
+class Model:
+    """A model as a list of units.
+
+        model = megazero.Model([Embed(), Block(), Block(), Head()], loss=cross_entropy)
+
+    units   modules in forward order, or a mapping from their names. A unit returns a tensor, or a tuple or dict of
+            tensors, which is what the next one takes. The first one takes the micro-batch
+    loss    a function (or module without parameters) of what the last unit returns, and of `batch`: the sum of the
+            losses, 0-dim, and the number that it is a sum over. None: the last unit returns these
+    input   the name of the tensor of a micro-batch that the first unit takes, if it does not take the whole of it
+    unused  whether a step may bring no gradient to a trained parameter, which then counts as zeros. Otherwise that is
+            an error of the first step: a parameter without influence is usually a mistake
+
+    A parameter's name is its unit's and its own, "0.weight", as in an `nn.ModuleList` or `nn.ModuleDict` of the units.
+    Raises TypeError for what is no module, and ValueError for a unit whose `forward` cannot be called so.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[nn.Module] | Mapping[str, nn.Module],
+        loss: Loss | None = None,
+        *,
+        input: str | None = None,
+        unused: bool = False,
+    ) -> None:
+        named = dict(units) if isinstance(units, Mapping) else {str(at): unit for at, unit in enumerate(units)}
+        if not named:
+            raise ValueError("units is empty: a model has one unit at least")
+        for name, unit in named.items():
+            if not isinstance(unit, nn.Module):
+                raise TypeError(f"unit {name!r} is {type(unit).__name__}: a module of torch is needed")
+            if not isinstance(name, str) or not name or "." in name:
+                raise ValueError(f"unit {name!r}: the name of a unit is a word without dots")
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss is {type(loss).__name__}: a function of what the last unit returns is needed")
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            raise ValueError("loss has parameters: a module that is trained is a unit")
+        first, last = next(iter(named)), next(reversed(named))
+        self.units = tuple(
+            OwnUnit(name, unit, is_first=name == first, input=input, loss=loss if name == last else None)
+            for name, unit in named.items()
+        )
+        self.names = dict(self._named())
+        """From the number of a parameter (`id`) to its name."""
+        self.unused = unused
+        self.is_taken = False
+        """Whether an engine has it."""
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of its parameters."""
+        return {parameter.dtype for unit in self.units for parameter in unit.parameters()}
+
+    def _named(self) -> Iterator[tuple[int, str]]:
+        seen = set[int]()
+        for unit in self.units:
+            for name, parameter in unit.module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield id(parameter), f"{unit.name}.{name}"
+
+
+def from_sequential(
+    module: nn.Sequential, loss: Loss | None = None, *, input: str | None = None, unused: bool = False
+) -> Model:
+    """The model whose units are the children of an `nn.Sequential`, under their names in it. The other arguments are
+    those of `Model`.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"an nn.Sequential is needed, and not a {type(module).__name__}: a list of units makes a Model")
+    return Model(dict(module.named_children()), loss, input=input, unused=unused)
+
+
+class OwnUnit(nn.Module):
+    """One of a model's units. `forward` calls the module with what it takes, and behind the last one the loss."""
+
+    def __init__(
+        self, name: str, module: nn.Module, *, is_first: bool, input: str | None = None, loss: Loss | None = None
+    ) -> None:
+        super().__init__()
+        self.name, self.module = name, module
+        self.input = input if is_first else None
+        self._call = _Call.of(f"unit {name!r}", module, begins=is_first and input is None)
+        self._loss = None if loss is None else _Call.of("loss", loss)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is called behind the module."""
+        return self._loss is not None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of parameters and buffers that a checkpoint has, as `state_dict` of the whole model does."""
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            yield f"{self.name}.{name}", tensor
+
+    def forward(self, hidden: Any, batch: BatchTensors) -> Any:
+        """What the module, and then the loss, returns. hidden: what the unit before has returned, None for the first"""
+        given = self._call(batch[self.input] if self.input is not None else hidden, batch)
+        return given if self._loss is None else self._loss(given, batch)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function, and what it takes: what the unit before returned, and the micro-batch."""
+
+    function: Callable[..., Any]
+    takes_hidden: bool
+    takes_batch: bool
+
+    @classmethod
+    def of(cls, named: str, function: Callable[..., Any], *, begins: bool = False) -> _Call:
+        """begins: whether there is none before it. Raises ValueError if it needs more than there is, or takes less."""
+        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+        kinds = inspect.Parameter
+        others = [each for name, each in parameters.items() if name != BATCH and each.kind is not kinds.VAR_KEYWORD]
+        needed = [e.name for e in others if e.default is kinds.empty and e.kind is not kinds.VAR_POSITIONAL]
+        is_there = f"the micro-batch, as {BATCH!r}" + ("" if begins else ", and what the unit before returns")
+        if len(needed) > (not begins):
+            raise ValueError(f"{named} needs {', '.join(needed)}, and there is only {is_there}")
+        if begins and BATCH not in parameters:
+            raise ValueError(f"{named} begins the model, and has no parameter {BATCH!r}; or say input= of the model")
+        if not begins and all(each.kind is kinds.KEYWORD_ONLY for each in others):
+            raise ValueError(f"{named} takes nothing of what the unit before returns")
+        return cls(function, not begins, BATCH in parameters)
+
+    def __call__(self, hidden: Any, batch: BatchTensors) -> Any:
+        named = {BATCH: batch} if self.takes_batch else {}
+        return self.function(hidden, **named) if self.takes_hidden else self.function(**named)

@@ -1,0 +1,134 @@
+"""Checkpoints of a user's model: those of `megazero.checkpoint`, and beside their tensors a file with what is not
+trained (frozen parameters and buffers). They open on any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.checkpoint.fence import new_token
+from megazero.checkpoint.format import Damaged
+from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
+from megazero.config.dump import run_dict
+from megazero.config.schema import CheckpointConfig, Run
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
+from megazero.pipeline.stage_specs import chunks_of
+from megazero.zero.layout import owned_fragments
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.state import packing_on
+
+BESIDE = "untrained.safetensors"
+"""The file with frozen parameters and buffers, by name."""
+SECTIONS = ("parallel", "optimizer", "offload")
+"""What a manifest says of the run. A model of modules has no section `model`."""
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """A parameter of a model, as all ranks know it. is_tied: whether it is on the first stage and on the last."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_trained: bool
+    is_tied: bool = False
+
+    @property
+    def spec(self) -> ParameterSpec:
+        group = StateGroup.TIED if self.is_tied else StateGroup.REPLICAS
+        return shard(self.name, self.shape, ParameterKind.MATRIX, state_group=group)
+
+
+@dataclass
+class OwnCheckpoints:
+    """Saves and loads the state of an engine. Both are collectives of all ranks.
+
+    inventory  the parameters of each unit
+    chunks     the units of each model chunk
+    """
+
+    run: Run
+    grid: ProcessGrid
+    optimizer: ShardedOptimizer
+    inventory: Sequence[Sequence[ParameterShape]]
+    chunks: Sequence[range]
+
+    def __post_init__(self) -> None:
+        self._saving: tuple[str, Checkpoints] | None = None
+        self._beside: dict[str, Tensor] = {}
+
+    def save(self, folder: str, steps: int, progress: Mapping[str, Any], beside: Mapping[str, Tensor]) -> Path:
+        """Write a checkpoint into a folder, whose older ones beyond three are deleted; return its path.
+
+        beside: what is not trained, on rank 0.
+        """
+        if self._saving is None or self._saving[0] != folder:
+            self._saving = folder, self._of(CheckpointConfig(save=folder))
+            self._saving[1].claim()
+        self._beside = {name: tensor.contiguous() for name, tensor in beside.items()}
+        return self._saving[1].save(steps, dict(progress)).path
+
+    def find(self, folder: str) -> FoundCheckpoint | None:
+        """The newest complete checkpoint of a folder, or the one that the folder is; None if there is none."""
+        return self._of(CheckpointConfig(load=folder)).find()
+
+    def load(self, found: FoundCheckpoint) -> dict[str, Tensor]:
+        """Fill the state from a checkpoint, and return what is not trained. Raises Damaged, or ValueError with all
+        names that do not fit.
+        """
+        self._of(CheckpointConfig(load=str(found.path))).load(found)
+        read = dict[str, Tensor]()
+
+        def read_beside() -> None:
+            try:
+                read.update(load_file(found.path / BESIDE))
+            except (OSError, SafetensorError) as error:
+                raise Damaged(f"checkpoint {found.path} is damaged: {BESIDE}: {error}") from error
+
+        attempt_on_all_ranks(self.grid.world, self.grid.device, read_beside)
+        return read
+
+    def _of(self, cfg: CheckpointConfig) -> Checkpoints:
+        settings = {name: part for name, part in run_dict(self.run).items() if name in SECTIONS}
+        token = new_token(self.grid.world, self.grid.device)
+        fragments = self._fragments_of_all()
+        return Checkpoints(cfg, settings, self.optimizer, fragments, self.grid, token, write_extra=self._write_beside)
+
+    def _write_beside(self, folder: Path) -> None:
+        save_file(self._beside, folder / BESIDE)
+
+    def _fragments_of_all(self) -> Callable[[], Sequence[Sequence[Any]]]:
+        """A function that returns the fragments of every rank, by arithmetic without messages."""
+        axes, chunks = self.grid.axes, chunks_of(self.run)
+        packing = packing_on(self.grid, self.run.parallel, self.run.offload)
+
+        def specs(stage: int) -> list[list[list[ParameterSpec]]]:
+            return [
+                [[each.spec for each in self.inventory[number] if each.is_trained] for number in self.chunks[chunk]]
+                for chunk in chunks.of(stage)
+            ]
+
+        def held_by(rank: int) -> list[Any]:
+            at = axes.coordinates(rank)
+            return [fragment for _, fragment in owned_fragments(specs(at.pp), axes, at, packing)]
+
+        return lambda: [held_by(rank) for rank in range(axes.world_size)]
+
+
+def require_names(read: Mapping[str, Tensor], held: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError if what is not trained has other names or shapes than a checkpoint's."""
+    if wrong := sorted(read.keys() ^ held.keys()):
+        where = "the model does not have" if wrong[0] in read else "it does not have"
+        raise ValueError(f"the checkpoint is of another model: {where} {', '.join(wrong)}")
+    for name, tensor in read.items():
+        if tensor.shape != held[name]:
+            raise ValueError(f"the checkpoint's {name} is {list(tensor.shape)}, and the model's {list(held[name])}")

@@ -1,0 +1,88 @@
+"""From a user's settings to the `Run` of a model of modules: of its sections the parts that know nothing of GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from megazero.config.dtypes import PRECISION_OF
+from megazero.config.dump import program_source
+from megazero.config.flags import fields_for_flags
+from megazero.config.options import build_run, run_options
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.config.validate import problems_of
+from megazero.own.model import Model
+from megazero.pipeline.partition import partition
+
+USED = frozenset(
+    """
+    pp virtual_stages pipeline_schedule partition device backend distributed_timeout_minutes
+    recompute_granularity zero_stage zero_shard_size bucket_size overlap late_update grad_reduce_dtype
+    zero3_gathered_bytes zero3_regather zero3_persist_below
+    offload_optimizer offload_gradients offload_params nvme_path nvme_buffer_bytes micro_batch_order vertical_group_size
+    precision optimizer weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum
+    loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+    """.split()
+)
+"""Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
+SECTIONS = frozenset({"parallel", "optimizer", "offload"})
+"""Sections of a run whose checks a model of modules needs."""
+
+
+def run_of(given: Mapping[str, Any], optimizer: str, model: Model, world_size: int) -> Run:
+    """The run of a model on so many ranks. given: fields, as `megazero.pretrain` takes them.
+
+    Raises ConfigError with everything that is wrong.
+    """
+    source = program_source(given, "run")
+    problems = [*source.problems]
+    unread = sorted(name for name in source.settings if name not in USED)
+    if unread:
+        problems.append(f"run has {', '.join(unread)}: a model of modules reads none of these")
+    precisions = sorted(PRECISION_OF.get(dtype, str(dtype)) for dtype in model.dtypes) or ["fp32"]
+    if len(precisions) > 1 and "precision" not in source.settings:
+        problems.append(f"precision is not set, and the model has parameters of {' and of '.join(precisions)}")
+    settings = {"optimizer": optimizer, "precision": precisions[0], **source.settings}
+    if settings["optimizer"] != optimizer:
+        problems.append(f"optimizer is {optimizer!r}, and {settings['optimizer']!r} in run")
+    run = build_run({name: value for name, value in settings.items() if name not in source.bad})
+    elsewhere = {name for name, known in run_options().items() if known.section not in SECTIONS}
+    problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
+    problems += _chunk_problems(run, len(model.units))
+    if run.parallel.recompute_granularity == "selective":
+        problems.append("recompute_granularity is 'selective': of a module nobody knows what is cheap to compute again")
+    if problems:
+        raise ConfigError([*map(fields_for_flags, problems)])
+    return run
+
+
+def _chunk_problems(run: Run, units: int) -> Iterator[str]:
+    """What is wrong with the division of the units into model chunks."""
+    parallel = run.parallel
+    chunks = parallel.pp * parallel.virtual_stages
+    if parallel.partition is not None:
+        if len(parallel.partition) != chunks or sum(parallel.partition) != units or min(parallel.partition) < 1:
+            yield (
+                f"partition is {list(parallel.partition)}: {chunks} numbers from 1 on are needed, one for each model "
+                f"chunk (pp {parallel.pp} x virtual_stages {parallel.virtual_stages}), whose sum is the {units} units"
+            )
+    elif chunks > units:
+        yield (
+            f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} are {chunks} model chunks, of {units} units: "
+            "each chunk has one at least"
+        )
+
+
+def chunk_units(run: Run, costs: Sequence[int]) -> tuple[range, ...]:
+    """The numbers of the units of each model chunk, in model order. costs: of each unit, in numbers of parameters."""
+    chunks = run.parallel.pp * run.parallel.virtual_stages
+    sizes = run.parallel.partition
+    if sizes is None and chunks == 1:
+        sizes = (len(costs),)
+    elif sizes is None:  # the first and the last unit are where an embedding and a head are: no chunk is without one
+        inner = partition([float(cost) for cost in costs[1:-1]], float(costs[0]), float(costs[-1]), chunks)
+        sizes = (inner[0] + 1, *inner[1:-1], inner[-1] + 1)
+    ends = [*accumulate(sizes)]
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))

@@ -1,0 +1,228 @@
+"""The units of one model chunk, with parameters that a model state can take, and the bundles between chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
+from megazero.mpu.parameter import Parameter, ParameterSpec
+from megazero.own.model import BatchTensors, OwnUnit
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class OwnBatch:
+    """A micro-batch. loss_factor: 0-dim, the gradient with which the backward of the summed loss starts."""
+
+    tensors: Mapping[str, Tensor]
+    loss_factor: Tensor | None = None
+
+
+class OwnStage(nn.Module):
+    """The units of one chunk.
+
+    has_loss        whether the last of them is the model's last one
+    computes_again  whether a backward computes a unit again, of which then its input is kept alone. Of the last unit
+                    never: its backward comes at once
+    keeps_buffers   whether a unit may change no buffer: other ranks have the same one, or a unit is computed twice
+    counted         0-dim float64: what the last unit has counted since somebody set it to 0
+    """
+
+    def __init__(
+        self,
+        units: Sequence[OwnUnit],
+        *,
+        has_loss: bool,
+        computes_again: bool,
+        keeps_buffers: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.chunk = nn.ModuleList(units)
+        self.has_loss, self.computes_again, self.keeps_buffers = has_loss, computes_again, keeps_buffers
+        self.counted = torch.zeros((), dtype=torch.float64, device=device)
+
+    def units(self) -> list[nn.Module]:
+        """In forward order."""
+        return list(self.chunk)
+
+    def forward(self, hidden: Bundle | None, batch: OwnBatch, units: tuple[int, int] | None = None) -> Bundle:
+        """What the last of these units returns; of the model's last unit the sum of the losses. units: as of
+        `model.stage.Stage`.
+        """
+        start, stop = units or (0, len(self.chunk))
+        for number in range(start, stop):
+            unit = self.chunk[number]
+            assert isinstance(unit, OwnUnit)
+            is_last = self.has_loss and number == len(self.chunk) - 1
+            again = self.computes_again and torch.is_grad_enabled() and not is_last
+            versions = _versions(self._kept(unit, hidden if again else None, batch.tensors))
+            if again:
+                made = checkpoint(unit, hidden, batch.tensors, use_reentrant=False)
+            else:
+                made = unit(hidden, batch.tensors)
+            _require_kept(unit, self._kept(unit, hidden if again else None, batch.tensors), versions)
+            hidden = self._loss(unit, made) if is_last else as_bundle(unit, made)
+        assert hidden is not None
+        return hidden
+
+    def _kept(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors) -> dict[str, Tensor]:
+        """By words, what a unit may not change. hidden: its input, if a backward computes the unit again."""
+        named = {f"tensor {name!r} of the micro-batch": tensor for name, tensor in batch.items()}
+        if self.keeps_buffers:
+            named |= {f"its buffer {name}": buffer for name, buffer in unit.module.named_buffers()}
+        inputs = () if hidden is None else tensors_of(hidden)
+        return named | {f"tensor {number} of its input": tensor for number, tensor in enumerate(inputs)}
+
+    def _loss(self, unit: OwnUnit, made: Any) -> Tensor:
+        """The sum of the losses of what the last unit, or the loss, has returned. Its number is counted."""
+        total, number = loss_of(unit, made)
+        self.counted += number
+        return total
+
+
+def _versions(named: Mapping[str, Tensor]) -> list[int]:
+    return [tensor._version for tensor in named.values()]
+
+
+def _require_kept(unit: OwnUnit, named: Mapping[str, Tensor], before: Sequence[int]) -> None:
+    """Raise ValueError if a unit has changed in place what other ranks, or a second forward of it, have as it was.
+
+    before: the versions of these tensors in front of its forward.
+    """
+    for (words, tensor), version in zip(named.items(), before, strict=True):
+        if tensor._version != version:
+            raise ValueError(
+                f"unit {unit.name!r} changes {words} in place: other ranks, and a forward that is made again with "
+                "recompute_granularity, have it as it was. A batch norm keeps its statistics in evaluation mode"
+            )
+
+
+def loss_of(unit: OwnUnit, made: Any) -> tuple[Tensor, Tensor | float]:
+    """(sum, number) of what the model returns. Raises ValueError with the unit's name for anything else."""
+    named = f"the loss behind unit {unit.name!r}" if unit.has_loss else f"unit {unit.name!r}"
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"{named} returns {_words(made)}: the sum of the losses and their number are needed")
+    total, number = made
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+        raise ValueError(f"{named} returns {_words(total)} as the sum of the losses: a 0-dim tensor is needed")
+    if isinstance(number, Tensor) and number.numel() == 1:
+        return total, number.detach().reshape(()).to(torch.float64)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ValueError(f"{named} returns {_words(number)} as the number of the losses: a number is needed")
+    return total, number
+
+
+def as_bundle(unit: OwnUnit, made: Any) -> Bundle:
+    """What a unit hands to the next. Raises ValueError with the unit's name for what is no bundle."""
+    values = made.items() if isinstance(made, dict) else enumerate(made if isinstance(made, tuple) else [made])
+    for name, value in values:
+        if not isinstance(value, Tensor):
+            where = "" if not isinstance(made, tuple | dict) else f" with {_words(value)} at {name!r}"
+            what = type(made).__name__ if where else _words(made)
+            needed = "a tensor, or a tuple or dict of tensors is needed"
+            raise ValueError(f"unit {unit.name!r} returns {what}{where}: {needed}")
+    if isinstance(made, tuple | dict) and not made:
+        raise ValueError(f"unit {unit.name!r} returns an empty {type(made).__name__}: nothing reaches the next unit")
+    bundle: Bundle = made
+    return bundle
+
+
+def _words(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+def take_parameters(
+    unit: OwnUnit,
+    names: Mapping[int, str],
+    specs: Mapping[str, ParameterSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    made: dict[str, Parameter],
+) -> None:
+    """Put parameters that a model state can take in the places of a unit's own, without values.
+
+    names  from the number of each parameter of the model to its name
+    specs  by name
+    made   those of other units of this rank by name, to which they are added: a shared one is one
+    """
+    for module in unit.modules():
+        for name, old in list(module._parameters.items()):
+            if old is None or isinstance(old, Parameter):
+                continue
+            known = names[id(old)]
+            if known not in made:
+                made[known] = Parameter(specs[known], dtype, device)
+                made[known].untyped_storage().resize_(0)  # a model state gives it memory
+                made[known].requires_grad_(old.requires_grad)
+            module._parameters[name] = made[known]
+
+
+def buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """That of a buffer beside parameters of this dtype: numbers of 16 bits are too coarse for statistics."""
+    return dtype if buffer.is_floating_point() and dtype.itemsize > 2 else buffer.dtype
+
+
+def take_buffers(unit: OwnUnit, dtype: torch.dtype, device: torch.device) -> None:
+    """Bring the buffers of a unit to a device, in the dtype that they have beside parameters of this dtype."""
+    for module in unit.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device, buffer_dtype(buffer, dtype))
+
+
+def forget_values(unit: OwnUnit) -> None:
+    """Free the memory of the parameters and buffers of a unit that is on another rank."""
+    unit.to_empty(device=META)
+
+
+def boundaries(
+    units: Sequence[OwnUnit], chunks: Sequence[range], batch: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[MessageSpec, ...]:
+    """The messages between model chunks, found on torch's meta device, where nothing is computed.
+
+    batch  one whose tensors have the shapes of all micro-batches
+    dtype  of parameters and buffers of floats
+
+    Raises ValueError with the name of a unit that cannot run there.
+    """
+    ends, found, hidden = {chunk.stop for chunk in chunks[:-1]}, list[MessageSpec](), None
+    seen = {name: tensor.to(META) for name, tensor in batch.items()}
+    for number, unit in enumerate(units[: chunks[-1].start]):
+        try:
+            hidden = as_bundle(unit, functional_call(unit, _on_meta(unit, dtype), (hidden, seen)))
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"unit {unit.name!r} cannot run on torch's meta device, which says what it sends to the next stage: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        if number + 1 in ends:
+            found.append(MessageSpec.of(hidden))
+    return tuple(found)
+
+
+def _on_meta(unit: OwnUnit, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Parameters and buffers of a unit by name, without values."""
+
+    def alike(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype, device=META, requires_grad=tensor.requires_grad)
+
+    once = {id(parameter): alike(parameter, dtype) for parameter in unit.parameters()}
+    once |= {id(buffer): alike(buffer, buffer_dtype(buffer, dtype)) for buffer in unit.buffers()}
+    named = (*unit.named_parameters(remove_duplicate=False), *unit.named_buffers(remove_duplicate=False))
+    return {name: once[id(tensor)] for name, tensor in named}
+
+
+def shapes_of(batch: Mapping[str, Tensor]) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    """What of a micro-batch the messages depend on."""
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(batch.items()))

@@ -1,0 +1,102 @@
+"""The values with which the parameters and buffers of a rank's units begin: those of the modules, or for modules on the
+meta device those that their `reset_parameters` makes, one unit at a time.
+
+So a model can be built that no memory holds as a whole. What a unit begins with depends on its name and on torch's
+seed alone, and so is the same on every layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.source import ConfigError
+from megazero.own.model import OwnUnit
+
+RESETS = ("reset_parameters", "_reset_parameters")
+"""Methods by which torch's modules make their values."""
+
+
+@dataclass
+class InitialValues:
+    """Values by name.
+
+    there   those that the modules have
+    blanks  units on the meta device by name, without values
+    """
+
+    there: dict[str, Tensor] = field(default_factory=dict)
+    blanks: dict[str, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._made: tuple[str, Mapping[str, Tensor]] = "", {}
+
+    def add(self, unit: OwnUnit, names: Mapping[int, str]) -> None:
+        """Take over the values of a unit. names: from the number of a parameter to its name."""
+        for parameter in unit.parameters():
+            if names[id(parameter)] not in self.there and not parameter.is_meta:
+                self.there[names[id(parameter)]] = parameter.detach()
+        if any(tensor.is_meta for tensor in (*unit.parameters(), *unit.buffers())):
+            self.blanks[unit.name] = copy.deepcopy(unit.module)
+
+    def of(self, name: str) -> Tensor:
+        """The value of a parameter. The last unit that was made is kept: ask for those of a unit together."""
+        return self.there[name] if name in self.there else self._unit(name.partition(".")[0])[name]
+
+    def fill_buffers(self, unit: OwnUnit) -> None:
+        """Give a unit's buffers on the meta device their values, in host memory."""
+        for path, module in unit.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    whole = f"{unit.name}.{path}.{name}" if path else f"{unit.name}.{name}"
+                    module._buffers[name] = self._unit(unit.name)[whole].clone()
+
+    def digest(self) -> int:
+        """What is equal where the values are."""
+        digest = zlib.crc32(str(torch.initial_seed() if self.blanks else 0).encode())
+        for name in sorted(self.there):
+            numbers = self.there[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = zlib.crc32(numbers.data, zlib.crc32(name.encode(), digest))
+        return digest
+
+    def forget(self) -> None:
+        """Free all values."""
+        self.there, self.blanks, self._made = {}, {}, ("", {})
+
+    def _unit(self, name: str) -> Mapping[str, Tensor]:
+        """The tensors of a unit that has none, by name."""
+        if self._made[0] != name:
+            self._made = "", {}  # one unit at a time
+            module = made(name, self.blanks[name])
+            named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            self._made = name, {f"{name}.{own}": tensor.detach() for own, tensor in named}
+        return self._made[1]
+
+
+def made(name: str, blank: nn.Module) -> nn.Module:
+    """A unit with values in host memory, of one on the meta device.
+
+    Raises ConfigError for a module that has parameters or buffers, and no method that makes their values.
+    """
+    module = copy.deepcopy(blank).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed((torch.initial_seed() + zlib.crc32(name.encode())) % 2**63)
+        for path, part in module.named_modules():
+            reset = next((getattr(part, method) for method in RESETS if hasattr(part, method)), None)
+            own = any(value is not None for value in (*part._parameters.values(), *part._buffers.values()))
+            if reset is not None:
+                reset()
+            elif own:
+                where = f"module {path} of unit {name!r}" if path else f"unit {name!r}"
+                raise ConfigError(
+                    [
+                        f"{where} ({type(part).__name__}) is on the meta device, and has no reset_parameters that "
+                        "makes values for its parameters and buffers"
+                    ]
+                )
+    return module

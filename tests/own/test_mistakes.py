@@ -1,0 +1,275 @@
+"""Mistakes in a model, its data and its settings: each is one error that names the unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megazero
+from megazero.config.source import ConfigError
+from tests.own.models import Batch, Begin, Layer, mlp, of_mlp, squared
+from tests.ranks import last_words, run_ranks
+
+ENDS = nn.Linear(12, 1)
+
+
+def batch(seed: int = 1) -> Batch:
+    return {name: value.float() for name, value in of_mlp(torch.Generator().manual_seed(seed)).items()}
+
+
+def one_step(units: list[nn.Module], loss: Any = squared, run: dict[str, Any] | None = None, **other: Any) -> None:
+    with megazero.engine(megazero.Model(units, loss, **other), run={"precision": "fp32", **(run or {})}) as engine:
+        engine.step(batch())
+
+
+class Returns(nn.Module):
+    """A unit that returns what a function makes of its input."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make, self.layer = make, nn.Linear(12, 12)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.make(self.layer(hidden))
+
+
+def between(make: Callable[[Tensor], Any]) -> list[nn.Module]:
+    return [Begin(), Returns(make), nn.Linear(12, 1)]
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a list of strings": (lambda _: ["a", "b"], r"unit '1' returns a list: a tensor, or a tuple or dict of tensors"),
+    "nothing": (lambda _: None, "unit '1' returns a NoneType: a tensor"),
+    "a number in a tuple": (lambda x: (x, 3), "unit '1' returns tuple with a int at 1: a tensor"),
+    "a word in a dict": (lambda x: {"x": x, "y": "z"}, "unit '1' returns dict with a str at 'y': a tensor"),
+    "an empty tuple": (lambda _: (), "unit '1' returns an empty tuple: nothing reaches the next unit"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_unit_returns_is_named(name: str) -> None:
+    make, told = RETURNED[name]
+    with pytest.raises(ValueError, match=told):
+        one_step(between(make))
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
+    "a mean alone": (
+        lambda made, batch: (made - batch["y"]).square().mean(),
+        r"the loss behind unit '2' returns a tensor \[\] of float32: the sum of the losses and their number",
+    ),
+    "no sum": (lambda made: (made, 3), r"returns a tensor \[3, 1\] of float32 as the sum of the losses: a 0-dim"),
+    "no number": (lambda made: (made.sum(), "3"), "returns a str as the number of the losses: a number is needed"),
+    "a whole number as the sum": (lambda made: (made.sum().long(), 3), r"returns a tensor \[\] of int64 as the sum"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_loss_returns_is_named(name: str) -> None:
+    loss, told = LOSSES[name]
+    with pytest.raises(ValueError, match=told):
+        one_step([Begin(), Layer(), nn.Linear(12, 1)], loss)
+
+
+class Takes(nn.Module):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden * mask
+
+
+class TakesNothing(nn.Module):
+    def forward(self, batch: Batch) -> Tensor:
+        return batch["x"]
+
+
+MODELS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no units": (lambda: megazero.Model([]), ValueError, "units is empty"),
+    "a function": (lambda: megazero.Model([torch.tanh]), TypeError, "unit '0' is builtin_function_or_method: a module"),
+    "a name with a dot": (lambda: megazero.Model({"a.b": Begin()}), ValueError, "unit 'a.b': the name of a unit is"),
+    "two inputs": (
+        lambda: megazero.Model([Begin(), Takes()]),
+        ValueError,
+        "unit '1' needs hidden, mask, and there is only the micro-batch, as 'batch', and what the unit before returns",
+    ),
+    "no input": (lambda: megazero.Model([Begin(), TakesNothing()]), ValueError, "unit '1' takes nothing of what"),
+    "a first unit that takes a tensor": (
+        lambda: megazero.Model([nn.Linear(5, 12), Layer()]),
+        ValueError,
+        "unit '0' needs input, and there is only the micro-batch, as 'batch'$",
+    ),
+    "a loss with parameters": (lambda: megazero.Model([Begin()], nn.Linear(1, 1)), ValueError, "loss has parameters"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_called_is_refused_when_it_is_made(name: str) -> None:
+    make, kind, told = MODELS[name]
+    with pytest.raises(kind, match=told):
+        make()
+
+
+def test_the_first_unit_may_take_one_tensor_of_the_micro_batch() -> None:
+    one_step([nn.Linear(5, 12), Layer(), nn.Linear(12, 1)], input="x")
+
+
+def test_the_children_of_a_sequential_module_are_units() -> None:
+    made = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 1))
+    with megazero.engine(megazero.from_sequential(made, squared, input="x"), lr=0.0) as engine:
+        before = float(engine.evaluate(batch()))
+        torch.manual_seed(1)
+        values = engine.state_dict()
+    plain = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 1))
+    plain.load_state_dict(values)
+    total, number = squared(plain(batch()["x"]), batch())
+    assert before == pytest.approx(float((total / number).detach()), rel=1e-6)
+    with pytest.raises(TypeError, match=r"an nn\.Sequential is needed, and not a ModuleList"):
+        megazero.from_sequential(nn.ModuleList(mlp()), squared)
+
+
+class Spoils(nn.Module):
+    """Changes what a function chooses in place."""
+
+    seen: Tensor
+
+    def __init__(self, spoil: Callable[[Spoils, Tensor, Batch], Any]) -> None:
+        super().__init__()
+        self.spoil = spoil
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
+        self.spoil(self, hidden, batch)
+        return hidden + 1.0
+
+
+SPOILED: dict[str, tuple[Callable[[Spoils, Tensor, Batch], Any], str]] = {
+    "input": (lambda _, hidden, __: hidden.add_(1.0), "unit '1' changes tensor 0 of its input in place"),
+    "micro-batch": (
+        lambda _, __, batch: batch["y"].add_(1.0),
+        "unit '1' changes tensor 'y' of the micro-batch in",
+    ),
+    "buffer": (lambda unit, _, __: unit.seen.add_(1.0), "unit '1' changes its buffer seen in place"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_a_second_forward_needs_as_it_was_may_not_be_changed(name: str) -> None:
+    spoil, told = SPOILED[name]
+    with pytest.raises(ValueError, match=told):
+        one_step([Begin(), Spoils(spoil), nn.Linear(12, 1)], run={"recompute_granularity": "full"})
+
+
+def test_an_input_may_be_changed_where_no_forward_is_made_again() -> None:
+    one_step([Begin(), nn.Linear(12, 12), nn.ReLU(inplace=True), nn.Linear(12, 1)])
+
+
+def test_a_parameter_without_influence_is_named() -> None:
+    layer = Layer()
+    layer.idle = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="no gradient reaches parameter idle of unit '1': the loss does not depend"):
+        one_step([Begin(), layer, nn.Linear(12, 1)])
+
+
+def test_what_is_trained_stays_trained() -> None:
+    units = mlp()
+    with megazero.engine(megazero.Model(units, squared), run={"precision": "fp32"}) as engine:
+        engine.step(batch())
+        next(units[2].parameters()).requires_grad_(False)
+        with pytest.raises(ValueError, match=r"requires_grad of 2\.gain is False now"):
+            engine.step(batch())
+
+
+def test_micro_batches_of_a_step_have_one_shape() -> None:
+    with megazero.engine(megazero.Model(mlp(), squared), run={"precision": "fp32"}) as engine:
+        short = {name: value[:2] for name, value in batch().items()}
+        with pytest.raises(ValueError, match="micro-batch 1 has other names, shapes or dtypes than the first"):
+            engine.step([batch(), short])
+        with pytest.raises(ValueError, match="batches is empty"):
+            engine.step([])
+        with pytest.raises(ValueError, match="micro-batch 0 has 'n', which is no tensor"):
+            engine.step({**batch(), "n": 3})
+        engine.step(short)  # another step may have others
+
+
+def test_an_engine_has_a_model_alone() -> None:
+    model = megazero.Model(mlp(), squared)
+    with megazero.engine(model, run={"precision": "fp32"}):
+        pass
+    with pytest.raises(ConfigError, match="the model is an engine's already"):
+        megazero.engine(model, run={"precision": "fp32"})
+
+
+RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "a field of GPT": ({"hidden_size": 64}, "run has hidden_size: a model of modules reads none of these"),
+    "tensor parallelism": ({"tp": 2}, "run has tp: a model of modules reads none"),
+    "too many stages": ({"pp": 9}, "pp 9 x virtual_stages 1 are 9 model chunks, of 5 units"),
+    "a partition of others": ({"partition": [2, 2]}, r"partition is \[2, 2\]: 1 numbers from 1 on are needed"),
+    "selective": ({"recompute_granularity": "selective"}, "recompute_granularity is 'selective': of a module nobody"),
+    "two optimizers": ({"optimizer": {"optimizer": "sgd"}}, "optimizer is 'adamw', and 'sgd' in run"),
+    "another stage": ({"zero_stage": 4}, "zero_stage 4"),
+    "a misspelt field": ({"zero_stag": 1}, "zero_stag"),
+}
+
+
+def test_parameters_of_two_dtypes_leave_the_precision_to_the_user() -> None:
+    units = [Begin().bfloat16(), Layer(), nn.Linear(12, 1)]
+    with pytest.raises(ConfigError, match="precision is not set, and the model has parameters of bf16 and of fp32"):
+        megazero.engine(megazero.Model(units, squared))
+    with megazero.engine(megazero.Model(mlp(), squared)) as engine:
+        assert engine.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_settings_that_are_wrong_are_refused(name: str) -> None:
+    run, told = RUNS[name]
+    with pytest.raises(ConfigError, match=told):
+        megazero.engine(megazero.Model(mlp(), squared), run=run)
+
+
+def other_model(rank: int, what: str) -> str:
+    torch.manual_seed(rank if what == "seed" else 1)
+    units = mlp()
+    if what == "units" and rank:
+        units[2] = Layer(12).double()
+    try:
+        megazero.engine(megazero.Model(units, squared), run={"precision": "fp32"}).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("seed", "begin with other values: seed torch alike"), ("units", "have other models")]
+)
+def test_ranks_with_other_models_are_refused_on_all(what: str, told: str) -> None:
+    assert all(told in words for words in run_ranks(2, other_model, what))
+
+
+def more_on_one(rank: int) -> str:
+    torch.manual_seed(1)
+    with megazero.engine(megazero.Model(mlp(), squared)) as engine:
+        engine.step([batch(), batch()])
+        try:
+            engine.step([batch()] * (3 + rank))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_take_as_many_micro_batches() -> None:
+    assert all("take other numbers of micro-batches" in words for words in run_ranks(2, more_on_one))
+
+
+def shared_in_the_middle(rank: int) -> None:
+    again = Layer()
+    units = [Begin(), again, Layer(), again, nn.Linear(12, 1)]
+    megazero.engine(megazero.Model(units, squared), run={"pp": 3, "partition": [2, 1, 2], "precision": "fp32"}).close()
+    units = [Begin(), Layer(), again, again, nn.Linear(12, 1)]
+    megazero.engine(megazero.Model(units, squared), run={"pp": 3, "partition": [2, 1, 2], "precision": "fp32"})
+
+
+def test_a_parameter_of_two_stages_is_of_the_first_and_the_last() -> None:
+    words = last_words(3, shared_in_the_middle)
+    assert "parameter 2.gain is of units on stages 1, 2: a parameter is on one stage, or on the first" in words

@@ -1,0 +1,98 @@
+"""Checkpoints of a user's model: a run goes on from one on another layout as if nobody had stopped it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megazero
+from megazero.checkpoint.format import Damaged
+from megazero.own.saved import BESIDE
+from tests.own.models import CASES, MICRO_BATCHES, RATE, STEPS, Case, Trained, mlp, plainly_trained, squared
+from tests.own.test_engine import EXACT, RULE
+from tests.ranks import run_ranks
+
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"zero_stage": 1, "late_update": True}),
+    (2, {"pp": 2, "offload_optimizer": "cpu"}),
+    (4, {"zero_stage": 3, "zero_shard_size": 2}),
+    (4, {"pp": 2, "zero_stage": 2}),
+    (1, {"offload_optimizer": "cpu", "offload_params": "cpu", "zero_stage": 3}),
+)
+"""Two steps are made on each, one behind the other."""
+
+
+def two_steps(rank: int, name: str, layout: dict[str, Any], folder: str) -> Trained:
+    case, numbers = CASES[name], list[tuple[float, float]]()
+    units = case.built()
+    if Path(folder).exists():
+        with torch.no_grad():
+            for tensor in (each for unit in units for each in (*unit.parameters(), *unit.buffers())):
+                tensor.add_(1)  # what a checkpoint has, it sets
+    model = megazero.Model(units, case.loss, unused=case.unused)
+    with megazero.engine(model, "adamw", RATE, {**RULE, **layout}) as engine:
+        about = engine.load(folder) or {"next": 0}
+        assert engine.steps == about["next"]
+        share = MICRO_BATCHES // engine.data_ranks
+        own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
+        for step in range(about["next"], about["next"] + 2):
+            made = engine.step([case.micro_batch(step, number) for number in own])
+            numbers.append((float(made.loss), float(made.grad_norm)))
+        engine.save(folder, {"next": about["next"] + 2})
+        evaluated = engine.evaluate([case.micro_batch(STEPS, number) for number in own])
+        return Trained(numbers, float(evaluated), engine.state_dict())
+
+
+@pytest.mark.parametrize("name", ["convolutional", "tied ends", "tuples"])
+def test_a_run_goes_on_over_layouts(name: str, tmp_path: Path) -> None:
+    expected, numbers, last = plainly_trained(CASES[name]), list[tuple[float, float]](), None
+    for size, layout in LAYOUTS:
+        last = run_ranks(size, two_steps, name, layout, str(tmp_path / "saved"))[-1]
+        numbers += last.numbers
+    assert last is not None and len(numbers) == STEPS
+    for step, (found, right) in enumerate(zip(numbers, expected.numbers, strict=True)):
+        assert found == pytest.approx(right, rel=EXACT), f"step {step}"
+    assert last.evaluated == pytest.approx(expected.evaluated, rel=EXACT)
+    for parameter, value in last.values.items():
+        assert (value - expected.values[parameter]).abs().max().item() < EXACT, parameter
+
+
+def engine_of(units: list[nn.Module], case: Case = CASES["mlp"]) -> megazero.Engine:
+    return megazero.engine(megazero.Model(units, squared), "adamw", RATE, RULE)
+
+
+def test_a_folder_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    with engine_of(CASES["mlp"].built()) as engine:
+        before = engine.state_dict()
+        assert engine.load(tmp_path) is None and engine.steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_named(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    with engine_of(case.built()) as engine:
+        engine.step(case.micro_batch(0, 0))
+        path = engine.save(tmp_path)
+    with engine_of(case.built()[:3] + case.built()[-1:]) as engine, pytest.raises(ValueError, match=r"4\.weight"):
+        engine.load(tmp_path)
+    wider = [unit.double() for unit in mlp()]
+    wider[2].register_buffer("extra", torch.ones(3))
+    with engine_of(wider) as engine, pytest.raises(ValueError, match=r"another model: it does not have 2\.extra"):
+        engine.load(tmp_path)
+    (path / BESIDE).write_bytes(b"no tensors")
+    with engine_of(case.built()) as engine, pytest.raises(Damaged, match=f"is damaged: {BESIDE}"):
+        engine.load(tmp_path)
+
+
+def test_numbers_of_a_step_come_back(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    with engine_of(case.built()) as engine:
+        engine.step(case.micro_batch(0, 0), lr=0.25)
+        engine.save(tmp_path, {"epoch": 3, "names": ["a"]})
+    with engine_of(case.built()) as engine:
+        assert engine.load(tmp_path) == {"epoch": 3, "names": ["a"]}
+        assert (engine.steps, engine.lr, float(engine.optimizer.step_count)) == (1, 0.25, 1.0)
