@@ -28,6 +28,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megazero.config.source import ConfigError
 from tests.nursery import Nursery
 
 SECONDS = 300
@@ -152,6 +153,15 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     Raises RuntimeError with the traceback of the first failing rank, TimeoutError after `SECONDS` without a result.
     """
     return _POOL.run(size, function, args)
+
+
+def config_error(act: Callable[[], object]) -> str:
+    """The words of the ConfigError that a function raises; "" if it raises none."""
+    try:
+        act()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def last_words(size: int, function: Callable[..., Any], *args: Any) -> str:

@@ -7,10 +7,11 @@ of the bundle, or the bytes of all of them, each from a multiple of `ALIGNMENT` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,14 +31,38 @@ def tensors_of(bundle: Bundle) -> tuple[Tensor, ...]:
     return tuple(bundle.values() if isinstance(bundle, dict) else bundle)
 
 
+@dataclass(frozen=True)
+class BundleForm:
+    """What is left of a bundle without its tensors. kind: its class; keys: of a dict."""
+
+    kind: type
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> BundleForm:
+        """That of this bundle."""
+        if isinstance(bundle, Tensor):
+            return SINGLE
+        return cls(type(bundle), tuple(bundle) if isinstance(bundle, dict) else ())
+
+    def bundle(self, tensors: Sequence[Tensor]) -> Bundle:
+        """The bundle of this form with these tensors. A named tuple is of its class, and a dict a plain one."""
+        if self == SINGLE:
+            (only,) = tensors
+            return only
+        if issubclass(self.kind, dict):
+            return dict(zip(self.keys, tensors, strict=True))
+        make: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = getattr(self.kind, "_make", tuple)
+        return make(tensors)
+
+
+SINGLE = BundleForm(Tensor)
+TUPLE = BundleForm(tuple)
+
+
 def with_tensors(bundle: BundleType, tensors: Sequence[Tensor]) -> BundleType:
     """A bundle of the same form with other tensors."""
-    made: Any = tensors[0]
-    if isinstance(bundle, dict):
-        made = dict(zip(bundle, tensors, strict=True))
-    elif isinstance(bundle, tuple):
-        made = bundle._make(tensors) if hasattr(bundle, "_make") else tuple(tensors)
-    return cast("BundleType", made)
+    return cast("BundleType", BundleForm.of(bundle).bundle(tensors))
 
 
 @dataclass(frozen=True)
@@ -55,45 +80,35 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """The bundle at a boundary between two model chunks.
-
-    keys       of a dict; None: it is none
-    is_single  whether it is one tensor, and no tuple of one
-    """
+    """The bundle at a boundary between two model chunks."""
 
     tensors: tuple[TensorSpec, ...]
-    keys: tuple[str, ...] | None = None
-    is_single: bool = False
+    form: BundleForm
 
     @classmethod
     def single(cls, shape: Sequence[int], dtype: torch.dtype) -> MessageSpec:
         """That of one tensor with a gradient."""
-        return cls((TensorSpec(tuple(shape), dtype),), is_single=True)
+        return cls((TensorSpec(tuple(shape), dtype),), SINGLE)
 
     @classmethod
     def of(cls, bundle: Bundle) -> MessageSpec:
         """That of bundles like this one, whose tensors have gradients where `requires_grad` says so."""
         specs = tuple(TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors_of(bundle))
-        keys = tuple(bundle) if isinstance(bundle, dict) else None
-        return cls(specs, keys, isinstance(bundle, Tensor))
+        return cls(specs, BundleForm.of(bundle))
 
-    @property
+    @cached_property
     def back(self) -> MessageSpec:
         """The message of the gradients, which are a tuple."""
-        return MessageSpec(tuple(spec for spec in self.tensors if spec.graded))
+        return MessageSpec(tuple(spec for spec in self.tensors if spec.graded), TUPLE)
 
     def bundle(self, tensors: Sequence[Tensor]) -> Bundle:
         """The bundle of these tensors."""
-        if self.is_single:
-            (only,) = tensors
-            return only
-        return tuple(tensors) if self.keys is None else dict(zip(self.keys, tensors, strict=True))
+        return self.form.bundle(tensors)
 
     def fits(self, bundle: Bundle) -> bool:
         """Whether a bundle has this form, and its tensors these shapes and dtypes."""
-        other = MessageSpec.of(bundle)
-        plain = [[(spec.shape, spec.dtype) for spec in each.tensors] for each in (self, other)]
-        return plain[0] == plain[1] and (self.keys, self.is_single) == (other.keys, other.is_single)
+        given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(bundle)]
+        return self.form == BundleForm.of(bundle) and given == [(spec.shape, spec.dtype) for spec in self.tensors]
 
     def gradients(self, sent: Sequence[Tensor]) -> Gradients:
         """What has arrived of the gradients, for each tensor of the bundle."""
@@ -133,7 +148,7 @@ class MessageSpec:
             for start, spec in zip(self._starts, self.tensors, strict=False)
         )
 
-    @property
+    @cached_property
     def _starts(self) -> list[int]:
         """The first byte of each tensor, and the end of the last."""
         sizes = (-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in self.tensors)

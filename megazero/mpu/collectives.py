@@ -11,7 +11,7 @@ through shared memory (`mpu.exchange`). The backend carries everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,22 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> CommunicationHa
     else:
         work = dist.all_reduce(buffer, _OPS[op], group=group.handle, async_op=True)
     return CommunicationHandle(work, None if buffer is tensor else lambda: _unstage(tensor, buffer))
+
+
+def sums(values: Sequence[Tensor | float], group: Group, device: torch.device) -> list[Tensor]:
+    """The sum of each value over the ranks of a group, as 0-dim float64 tensors on the device; one all-reduce.
+
+    The host does not wait for the device: Python numbers become tensors by a fill, not by a copy.
+    """
+    packed = torch.stack([_float64(value, device) for value in values])
+    all_reduce(packed, group).wait()
+    return list(packed.unbind())
+
+
+def _float64(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def all_gather(output: Tensor, piece: Tensor, group: Group) -> CommunicationHandle:

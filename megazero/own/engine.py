@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.agreement import raise_on_all_ranks
+from megazero.checkpoint.agreement import attempt_on_all_ranks, raise_on_all_ranks
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -28,7 +28,7 @@ from megazero.mpu.p2p import Channels
 from megazero.mpu.parameter import Parameter, spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import BatchTensors, Model, OwnUnit
-from megazero.own.rank_units import place_model, structure_digest
+from megazero.own.rank_units import PlacedModel, place_model, structure_digest
 from megazero.own.saved import OwnCheckpoints, require_names
 from megazero.own.settings import run_of
 from megazero.own.stage import OwnBatch, boundaries, buffer_dtype, shapes_of
@@ -38,7 +38,7 @@ from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks
-from megazero.train.swap_files import state_files
+from megazero.train.swap_files import StateFiles, state_files
 from megazero.zero.actions import UpdateValues
 from megazero.zero.optimizer import OwedStepEnd, ShardedOptimizer, TrainingStepEnd
 from megazero.zero.state import ModelState
@@ -72,20 +72,16 @@ class Engine:
                            of a part take the same
     """
 
-    def __init__(self, model: Model, run: Run, lr: float, grid: ProcessGrid, groups: ExitStack) -> None:
-        self.run, self.lr, self.grid, self._groups = run, lr, grid, groups
+    def __init__(self, model: Model, run: Run, lr: float, grid: ProcessGrid, files: StateFiles | None) -> None:
+        self.run, self.lr, self.grid = run, lr, grid
+        self._ends = ExitStack()
         self.dtype = compute_dtype(run.optimizer.precision)
         self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
-        if model.is_taken:
-            raise ConfigError(
-                ["the model is an engine's already, and its parameters are the engine's: make another one"]
-            )
-        model.is_taken = True
         digest = structure_digest(model)
         self._require_alike(digest, grid.world, "have other models: other units, names, shapes or dtypes")
-        self._placed = placed = place_model(model, run, grid)
+        self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
+        placed = self._placed
         self.stages = placed.stages
-        files = groups.enter_context(state_files(run, grid, None, StopSignals()))
         opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
         self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid)
@@ -113,10 +109,14 @@ class Engine:
         """Set the weights to these values, which replicas have alike. A collective of all ranks."""
         what = "begin with other values: seed torch alike on all of them"
         self._require_alike(values.digest(), self.grid.replicas, what)
-        for fragments in self.optimizer.portions(FILLED):
-            for fragment in fragments:
-                whole = values.of(fragment.spec.name).reshape(-1)
-                fragment.weight.copy_(whole[fragment.start : fragment.stop])
+
+        def fill() -> None:
+            for fragments in self.optimizer.portions(FILLED):
+                for fragment in fragments:
+                    whole = values.of(fragment.spec.name).reshape(-1)
+                    fragment.weight.copy_(whole[fragment.start : fragment.stop])
+
+        attempt_on_all_ranks(self.grid.world, self.grid.device, fill)
         self.optimizer.after_load(FILLED)
         self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
         values.forget()
@@ -212,6 +212,7 @@ class Engine:
         ranks.
         """
         micro_batches = self._micro_batches(batches)
+        self._require_as_many(len(micro_batches))
         engine = self._engine(micro_batches[0])
         for stage in self.stages:
             stage.counted.zero_()
@@ -250,10 +251,7 @@ class Engine:
 
     def _reduce(self, *values: Tensor | float) -> list[Tensor]:
         """The sum of each value over all ranks; one all-reduce of the world."""
-        device = self.grid.device
-        packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
-        collectives.all_reduce(packed, self.grid.world).wait()
-        return list(packed.unbind())
+        return collectives.sums(values, self.grid.world, self.grid.device)
 
     @contextmanager
     def parameters_whole(self) -> Iterator[dict[str, Tensor]]:
@@ -367,7 +365,11 @@ class Engine:
     def close(self) -> None:
         """End the process groups and the lanes of what has left the device. Called by all ranks."""
         self.state.tiers.close(remove=True)
-        self._groups.close()
+        self._ends.close()
+
+    def ends(self, contexts: ExitStack) -> None:
+        """Have `close` end these contexts: process groups and files."""
+        self._ends = contexts
 
     def __enter__(self) -> Engine:
         return self
@@ -410,4 +412,7 @@ def engine(model: Model, optimizer: str = "adamw", lr: float = 1e-3, run: Mappin
     with ExitStack() as opened:
         world = world_of(resolved, environment)
         grid = opened.enter_context(process_groups(world, meeting, resolved.parallel))
-        return Engine(model, resolved, lr, grid, opened.pop_all())
+        files = opened.enter_context(state_files(resolved, grid, None, StopSignals()))
+        made = Engine(model, resolved, lr, grid, files)
+        made.ends(opened.pop_all())
+        return made

@@ -42,8 +42,12 @@ class PlacedModel:
 def place_model(model: Model, run: Run, grid: ProcessGrid) -> PlacedModel:
     """Make the parameters of this rank's units those of a model state, without values, and free those of others.
 
-    Communicates nothing. Raises ConfigError for parameters on other stages than one, or the first and the last.
+    Communicates nothing. Raises ConfigError for a model that an engine has already, and for parameters on other stages
+    than one, or the first and the last.
     """
+    if model.is_taken:
+        raise ConfigError(["the model is an engine's already, and its parameters are the engine's: make another one"])
+    model.is_taken = True
     costs = [sum(parameter.numel() for parameter in unit.parameters()) for unit in model.units]
     chunks = chunk_units(run, costs)
     inventory = _inventory(model, run, chunks)

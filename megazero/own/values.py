@@ -72,13 +72,13 @@ class InitialValues:
         """The tensors of a unit that has none, by name."""
         if self._made[0] != name:
             self._made = "", {}  # one unit at a time
-            module = made(name, self.blanks[name])
+            module = materialised(name, self.blanks[name])
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
             self._made = name, {f"{name}.{own}": tensor.detach() for own, tensor in named}
         return self._made[1]
 
 
-def made(name: str, blank: nn.Module) -> nn.Module:
+def materialised(name: str, blank: nn.Module) -> nn.Module:
     """A unit with values in host memory, of one on the meta device.
 
     Raises ConfigError for a module that has parameters or buffers, and no method that makes their values.

@@ -77,10 +77,10 @@ class StateFiles:
     """The files of a run's model state on this rank.
 
     prepared  whose data and checkpoint a whole step has to fit; None: no step becomes whole on disks
-    token    a word for the names of the job's files, the same on all ranks
-    leaving  called if a signal ends the process before the first step
-    stores   the files by tier, once `open` has opened them
-    start    with --nvme-checkpoint where the swap files lead, once `open` knows
+    token     a word for the names of the job's files, the same on all ranks
+    leaving   called if a signal ends the process before the first step
+    stores    the files by tier, once `open` has opened them
+    start     with --nvme-checkpoint where the swap files lead, once `open` knows
     """
 
     def __init__(self, run: Run, grid: ProcessGrid, prepared: Prepared | None, signals: StopSignals) -> None:

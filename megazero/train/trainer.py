@@ -259,19 +259,8 @@ class Trainer:
         return sums
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
-        """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world.
-
-        The host does not wait for the device: Python numbers become tensors by a fill, not by a copy.
-        """
-        packed = torch.stack([self.to_float64(value) for value in values])
-        collectives.all_reduce(packed, self.grid.world).wait()
-        return list(packed.unbind())
-
-    def to_float64(self, value: Tensor | float) -> Tensor:
-        """The value as a 0-dim float64 tensor on the device."""
-        if isinstance(value, Tensor):
-            return value.to(self.grid.device, torch.float64)
-        return torch.full((), value, dtype=torch.float64, device=self.grid.device)
+        """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world."""
+        return collectives.sums(values, self.grid.world, self.grid.device)
 
     def count(self, batches: list[MicroBatch]) -> Tensor | float:
         """The number of unmasked tokens of these micro-batches; 0 on ranks that do not report the loss."""

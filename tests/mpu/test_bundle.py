@@ -26,6 +26,7 @@ MIXED = {
     "h": torch.arange(5, dtype=torch.bfloat16),
 }
 BUNDLES: dict[str, Bundle] = {
+    "named tuple": Named(torch.arange(3.0), torch.tensor([True])),
     "one": torch.arange(4.0),
     "tuple": tuple(MIXED.values()),
     "dict": MIXED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -226,13 +226,21 @@ def of_sentences(draw: torch.Generator) -> Batch:
 # --- tuples of which not all have gradients, and of which one is not used --------------------------------------------
 
 
+class Named(NamedTuple):
+    a: Tensor
+    number: Tensor
+    b: Tensor
+    plain: Tensor
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(5, 6), nn.Linear(5, 4)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        return self.a(batch["x"]), (batch["x"] > 0).sum(1), torch.tanh(self.b(batch["x"])), batch["x"].detach()
+    def forward(self, batch: Batch) -> Named:
+        x = batch["x"]
+        return Named(self.a(x), (x > 0).sum(1), torch.tanh(self.b(x)), x.detach())
 
 
 class Chosen(nn.Module):
@@ -240,9 +248,8 @@ class Chosen(nn.Module):
         super().__init__()
         self.row, self.a = nn.Embedding(6, 6), nn.Linear(6, 6)
 
-    def forward(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        a, number, b, plain = hidden
-        return torch.tanh(self.a(a)) + self.row(number), number, b, plain
+    def forward(self, hidden: Named) -> Named:
+        return hidden._replace(a=torch.tanh(self.a(hidden.a)) + self.row(hidden.number))
 
 
 class FirstOfPair(nn.Module):
@@ -253,7 +260,8 @@ class FirstOfPair(nn.Module):
         self.out = nn.Linear(6, 1)
 
     def forward(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        return self.out(hidden[0]) + hidden[3].sum(1, keepdim=True)
+        a, _, _, plain = hidden  # a named tuple is a tuple, too
+        return self.out(a) + plain.sum(1, keepdim=True)
 
 
 def tuples() -> list[nn.Module]:

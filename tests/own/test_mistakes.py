@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.config.source import ConfigError
 from tests.own.models import Batch, Begin, Layer, mlp, of_mlp, squared
-from tests.ranks import last_words, run_ranks
+from tests.ranks import config_error, last_words, run_ranks
 
 ENDS = nn.Linear(12, 1)
 
@@ -228,38 +229,57 @@ def test_settings_that_are_wrong_are_refused(name: str) -> None:
         megazero.engine(megazero.Model(mlp(), squared), run=run)
 
 
-def other_model(rank: int, what: str) -> str:
+class Unmade(Layer):
+    """Nothing makes the values of its gain."""
+
+
+def other_model(rank: int, what: str, folder: str) -> tuple[str, list[str]]:
+    """(what is said, the files that are there when it is said)."""
     torch.manual_seed(rank if what == "seed" else 1)
     units = mlp()
     if what == "units" and rank:
         units[2] = Layer(12).double()
-    try:
-        megazero.engine(megazero.Model(units, squared), run={"precision": "fp32"}).close()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    if what == "no values":
+        with torch.device("meta"):
+            units[4:] = [Unmade(), nn.Linear(12, 1)]
+    model = megazero.Model(units, squared)
+    if what == "taken" and rank:
+        model.is_taken = True
+    # the last unit is on rank 1 alone where its values are missing
+    layout = {"pp": 2} if what == "no values" else {"zero_stage": 1}
+    disk = {"offload_optimizer": "nvme", "nvme_path": [folder]}
+    words = config_error(lambda: megazero.engine(model, run={"precision": "fp32", **layout, **disk}).close())
+    left = [path.name for path in Path(folder).rglob("*") if path.is_file()]
+    torch.manual_seed(1)
+    megazero.engine(megazero.Model(mlp(), squared)).close()  # the error has ended its groups, and others can be made
+    return words, left
 
 
 @pytest.mark.parametrize(
-    ("what", "told"), [("seed", "begin with other values: seed torch alike"), ("units", "have other models")]
+    ("what", "told"),
+    [
+        ("seed", "begin with other values: seed torch alike"),
+        ("units", "have other models"),
+        ("no values", "unit '4' (Unmade) is on the meta device"),
+        ("taken", "the model is an engine's already"),
+    ],
 )
-def test_ranks_with_other_models_are_refused_on_all(what: str, told: str) -> None:
-    assert all(told in words for words in run_ranks(2, other_model, what))
+def test_ranks_with_other_models_are_refused_on_all(what: str, told: str, tmp_path: Path) -> None:
+    for words, left in run_ranks(2, other_model, what, str(tmp_path)):
+        assert told in words and not left
 
 
-def more_on_one(rank: int) -> str:
+def more_on_one(rank: int) -> list[str]:
     torch.manual_seed(1)
     with megazero.engine(megazero.Model(mlp(), squared)) as engine:
         engine.step([batch(), batch()])
-        try:
-            engine.step([batch()] * (3 + rank))
-        except ConfigError as error:
-            return str(error)
-    return ""
+        calls = engine.step, engine.evaluate
+        return [config_error(lambda call=call: call([batch()] * (3 + rank))) for call in calls]  # type: ignore[misc]
 
 
 def test_ranks_take_as_many_micro_batches() -> None:
-    assert all("take other numbers of micro-batches" in words for words in run_ranks(2, more_on_one))
+    for of_rank in run_ranks(2, more_on_one):
+        assert all("take other numbers of micro-batches" in words for words in of_rank)
 
 
 def shared_in_the_middle(rank: int) -> None:

@@ -15,7 +15,7 @@ import megazero
 from megazero.config.source import ConfigError
 from tests.own.models import CASES, MICRO_BATCHES, RATE, Batch, Begin, of_mlp, squared
 from tests.own.test_engine import RULE
-from tests.ranks import run_ranks
+from tests.ranks import config_error, run_ranks
 
 
 class Normed(nn.Module):
@@ -127,11 +127,7 @@ def other_seed(rank: int) -> str:
     torch.manual_seed(rank)
     with torch.device("meta"):
         model = megazero.Model(units(), squared)
-    try:
-        megazero.engine(model).close()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return config_error(lambda: megazero.engine(model).close())
 
 
 def test_other_seeds_are_other_values() -> None:
