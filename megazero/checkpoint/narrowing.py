@@ -28,7 +28,7 @@ def narrowed(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     name: of the tensor that the values belong to. Raises OutOfRange for a finite number that rounds to infinity.
     """
     rounded = values.to(dtype)
-    if values.numel() == 0 or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
+    if values.dtype == dtype or values.numel() == 0 or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
         return rounded
     if rounded.abs().amax().isfinite():  # NaN where any is NaN
         return rounded

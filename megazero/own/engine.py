@@ -6,9 +6,13 @@ schedules. They know nothing of GPT.
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +27,12 @@ from megazero.convert.files.safetensors_file import TensorHeader, write_safetens
 from megazero.launch import world_of
 from megazero.mpu import collectives
 from megazero.mpu.bundle import MessageSpec
-from megazero.mpu.grid import Group, ProcessGrid
+from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.parameter import Parameter, spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import BatchTensors, Model, OwnUnit
-from megazero.own.rank_units import PlacedModel, place_model, structure_digest
+from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
 from megazero.own.saved import OwnCheckpoints, require_names
 from megazero.own.settings import run_of
 from megazero.own.stage import OwnBatch, boundaries, buffer_dtype, shapes_of
@@ -77,8 +81,8 @@ class Engine:
         self._ends = ExitStack()
         self.dtype = compute_dtype(run.optimizer.precision)
         self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
-        digest = structure_digest(model)
-        self._require_alike(digest, grid.world, "have other models: other units, names, shapes or dtypes")
+        self._require_alike(structure_digest(model), "have other models: other units, names, shapes or dtypes")
+        self._require_alike(values_digest(model), "begin with other values: seed torch alike on all of them")
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
         self.stages = placed.stages
@@ -91,8 +95,6 @@ class Engine:
         self._checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         self._lists = step_lists(run, grid.at.pp, self.state.shape)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
-        self._numbers = set[int]()
-        """Of micro-batches of a step, which all ranks have alike."""
         self._engines: dict[Any, PipelineEngine] = {}
         """By the shapes of micro-batches."""
         self._trained = {spec_of(each).name: each for each in self._parameters() if each.requires_grad}
@@ -106,9 +108,7 @@ class Engine:
 
     @torch.no_grad()
     def _fill(self, values: InitialValues) -> None:
-        """Set the weights to these values, which replicas have alike. A collective of all ranks."""
-        what = "begin with other values: seed torch alike on all of them"
-        self._require_alike(values.digest(), self.grid.replicas, what)
+        """Set the weights to these values. A collective of all ranks."""
 
         def fill() -> None:
             for fragments in self.optimizer.portions(FILLED):
@@ -121,13 +121,11 @@ class Engine:
         self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
         values.forget()
 
-    def _require_alike(self, digest: int, group: Group, what: str) -> None:
-        """Raise ConfigError on all ranks if ranks of a group have other digests. A collective of all ranks."""
+    def _require_alike(self, digest: int, what: str) -> None:
+        """Raise ConfigError on all ranks if ranks have other digests. A collective of all ranks."""
         both = torch.tensor([digest, -digest], dtype=torch.float64, device=self.grid.device)
-        collectives.all_reduce(both, group, "max").wait()
-        apart = (both.sum() != 0).double()
-        collectives.all_reduce(apart, self.grid.world, "max").wait()
-        if apart.item():
+        collectives.all_reduce(both, self.grid.world, "max").wait()
+        if both.sum().item():
             raise ConfigError([f"the ranks {what}"])
 
     def _parameters(self) -> list[Parameter]:
@@ -147,9 +145,9 @@ class Engine:
         A collective of all ranks. Raises ValueError with a unit's name for what the unit returns.
         """
         self._require_grads_as_before()
-        self.lr = self.lr if lr is None else lr
+        self.lr = self.lr if lr is None else _rate(lr)
         micro_batches = self._micro_batches(batches)
-        self._require_as_many(len(micro_batches))
+        self._require_same_batches(micro_batches)
         engine = self._engine(micro_batches[0])
         for stage in self.stages:
             stage.counted.zero_()
@@ -178,13 +176,25 @@ class Engine:
         self.steps += 1
         return StepResult(end.loss_sum / end.all_tokens, end.grad_norm, end.bad)
 
-    def _require_as_many(self, number: int) -> None:
-        """Raise ConfigError on all ranks if some have other numbers of micro-batches. Looked at where a number is new:
-        then a collective of all ranks.
+    def _require_same_batches(self, batches: Sequence[OwnBatch]) -> None:
+        """Raise ConfigError on all ranks if some have other numbers of micro-batches, or stages of a pipeline other
+        shapes. Otherwise ranks would wait for each other, or take messages of other lengths.
+
+        A collective of all ranks, for which the host waits: without it no rank knows what another one has been given.
         """
-        if number not in self._numbers:
-            self._require_alike(number, self.grid.world, "take other numbers of micro-batches in a step")
-            self._numbers.add(number)
+        digest = zlib.crc32(repr(shapes_of(batches[0].tensors)).encode())
+        of_stages = torch.tensor([digest, -digest], dtype=torch.float64, device=self.grid.device)
+        collectives.all_reduce(of_stages, self.grid.pp, "max").wait()
+        number = of_stages.new_tensor([len(batches), -len(batches)])
+        both = torch.cat([number, of_stages.sum(0, keepdim=True)])
+        collectives.all_reduce(both, self.grid.world, "max").wait()
+        most, least, apart = both.tolist()
+        if most != -least:
+            raise ConfigError(
+                [f"the ranks take other numbers of micro-batches in a step: from {-least:.0f} to {most:.0f}"]
+            )
+        if apart:
+            raise ConfigError(["the stages of a pipeline take micro-batches of other names, shapes or dtypes"])
 
     def _require_grads_as_before(self) -> None:
         """Raise ValueError if somebody has begun or ceased to train a parameter."""
@@ -212,7 +222,7 @@ class Engine:
         ranks.
         """
         micro_batches = self._micro_batches(batches)
-        self._require_as_many(len(micro_batches))
+        self._require_same_batches(micro_batches)
         engine = self._engine(micro_batches[0])
         for stage in self.stages:
             stage.counted.zero_()
@@ -225,10 +235,13 @@ class Engine:
         next(iter(self._engines.values())).settle(OwedStepEnd(self.optimizer, values))
 
     def _micro_batches(self, batches: GivenBatches) -> list[OwnBatch]:
-        given = [batches] if isinstance(batches, Mapping) else list(batches)
+        given: Sequence[Any] = list(batches) if isinstance(batches, list | tuple) else [batches]
         if not given:
             raise ValueError("batches is empty: a step has one micro-batch at least")
         for number, batch in enumerate(given):
+            if not isinstance(batch, Mapping):
+                kind = type(batch).__name__
+                raise ValueError(f"micro-batch {number} is {kind}: a mapping from names to tensors is needed")
             wrong = [name for name, tensor in batch.items() if not isinstance(tensor, Tensor)]
             if wrong:
                 raise ValueError(f"micro-batch {number} has {wrong[0]!r}, which is no tensor")
@@ -282,11 +295,11 @@ class Engine:
         def write() -> None:
             write_safetensors(Path(path), slots, (tensor for _, tensor in collected))
 
-        failure = None
+        failure: Exception | None = None
         try:
             if self.rank == 0:
                 write()
-        except OSError as error:
+        except Exception as error:
             failure = error
         for _ in collected:  # on other ranks, and what is left where writing has failed
             pass
@@ -322,6 +335,10 @@ class Engine:
 
         A collective of all ranks, of which one file system or several have the folder. Raises as a save of a run does.
         """
+        try:
+            json.dumps(about)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"about holds what JSON does not hold: {error}") from error
         progress = {
             "steps": self.steps,
             "lr": self.lr,
@@ -365,11 +382,15 @@ class Engine:
     def close(self) -> None:
         """End the process groups and the lanes of what has left the device. Called by all ranks."""
         self.state.tiers.close(remove=True)
+        self._leaves.detach()
         self._ends.close()
 
     def ends(self, contexts: ExitStack) -> None:
-        """Have `close` end these contexts: process groups and files."""
+        """Have `close` end these contexts: process groups and files. Where nobody closes the engine, its files go with
+        it, or with the process.
+        """
         self._ends = contexts
+        self._leaves = weakref.finalize(self, _leave, contexts)
 
     def __enter__(self) -> Engine:
         return self
@@ -377,6 +398,22 @@ class Engine:
     def __exit__(self, *raised: Any) -> None:
         if raised[0] is None:
             self.close()
+        else:
+            self._leaves.detach()
+            self._ends.__exit__(*raised)
+
+
+def _leave(contexts: ExitStack) -> None:
+    """Remove the files of an engine that nobody closes. Waits for no other rank, which may be gone."""
+    with suppress(GeneratorExit):
+        contexts.__exit__(GeneratorExit, GeneratorExit(), None)
+
+
+def _rate(lr: float) -> float:
+    """A learning rate. Raises ConfigError for what is none."""
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+        raise ConfigError([f"lr is {lr!r}: a number from 0 on is needed"])
+    return float(lr)
 
 
 class _Reached:
@@ -408,11 +445,13 @@ def engine(model: Model, optimizer: str = "adamw", lr: float = 1e-3, run: Mappin
     """
     meeting = rendezvous()
     environment = meeting.environment
-    resolved = result_on_all_ranks(lambda: run_of(run or {}, optimizer, model, environment.world_size), meeting)
+    rate, resolved = result_on_all_ranks(
+        lambda: (_rate(lr), run_of(run or {}, optimizer, model, environment.world_size)), meeting
+    )
     with ExitStack() as opened:
         world = world_of(resolved, environment)
         grid = opened.enter_context(process_groups(world, meeting, resolved.parallel))
         files = opened.enter_context(state_files(resolved, grid, None, StopSignals()))
-        made = Engine(model, resolved, lr, grid, files)
+        made = Engine(model, resolved, rate, grid, files)
         made.ends(opened.pop_all())
         return made

@@ -7,12 +7,14 @@ unit before has returned. A parameter that several units have is one, under the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megazero.mpu.parameter import Parameter
 
 BATCH = "batch"
 """The name of the parameter that gets the micro-batch."""
@@ -27,8 +29,8 @@ class Model:
 
         model = megazero.Model([Embed(), Block(), Block(), Head()], loss=cross_entropy)
 
-    units   modules in forward order, or a mapping from their names. A unit returns a tensor, or a tuple or dict of
-            tensors, which is what the next one takes. The first one takes the micro-batch
+    units   modules in forward order, or a mapping from their names, such as an `nn.ModuleDict`. A unit returns a
+            tensor, or a tuple or dict of tensors, which is what the next one takes. The first one takes the micro-batch
     loss    a function (or module without parameters) of what the last unit returns, and of `batch`: the sum of the
             losses, 0-dim, and the number that it is a sum over. None: the last unit returns these
     input   the name of the tensor of a micro-batch that the first unit takes, if it does not take the whole of it
@@ -41,13 +43,16 @@ class Model:
 
     def __init__(
         self,
-        units: Sequence[nn.Module] | Mapping[str, nn.Module],
+        units: Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict,
         loss: Loss | None = None,
         *,
         input: str | None = None,
         unused: bool = False,
     ) -> None:
-        named = dict(units) if isinstance(units, Mapping) else {str(at): unit for at, unit in enumerate(units)}
+        if isinstance(units, Mapping | nn.ModuleDict):
+            named = dict(units.items())
+        else:
+            named = {str(at): unit for at, unit in enumerate(units)}
         if not named:
             raise ValueError("units is empty: a model has one unit at least")
         for name, unit in named.items():
@@ -55,6 +60,10 @@ class Model:
                 raise TypeError(f"unit {name!r} is {type(unit).__name__}: a module of torch is needed")
             if not isinstance(name, str) or not name or "." in name:
                 raise ValueError(f"unit {name!r}: the name of a unit is a word without dots")
+            if extra := [key for key, value in unit.state_dict().items() if not isinstance(value, Tensor)]:
+                raise ValueError(f"unit {name!r} has {extra[0]} in its state_dict, which is no tensor")
+            if any(isinstance(parameter, Parameter) for parameter in unit.parameters()):
+                raise ValueError(f"unit {name!r} is an engine's already, with its parameters: make another one")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss is {type(loss).__name__}: a function of what the last unit returns is needed")
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
@@ -92,7 +101,8 @@ def from_sequential(
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"an nn.Sequential is needed, and not a {type(module).__name__}: a list of units makes a Model")
-    return Model(dict(module.named_children()), loss, input=input, unused=unused)
+    # named_children() leaves out the second place of a child that has two
+    return Model(dict(module._modules), loss, input=input, unused=unused)
 
 
 class OwnUnit(nn.Module):
@@ -119,7 +129,13 @@ class OwnUnit(nn.Module):
 
     def forward(self, hidden: Any, batch: BatchTensors) -> Any:
         """What the module, and then the loss, returns. hidden: what the unit before has returned, None for the first"""
-        given = self._call(batch[self.input] if self.input is not None else hidden, batch)
+        if self.input is not None:
+            if self.input not in batch:
+                raise ValueError(
+                    f"the micro-batch has no {self.input!r}, which input= names: it has {', '.join(batch)}"
+                )
+            hidden = batch[self.input]
+        given = self._call(hidden, batch)
         return given if self._loss is None else self._loss(given, batch)
 
 

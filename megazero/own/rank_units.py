@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megazero.config.dtypes import compute_dtype
@@ -114,4 +115,18 @@ def structure_digest(model: Model) -> int:
             words = f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
             digest = zlib.crc32(words.encode(), digest)
         digest = zlib.crc32(f"{unit.name} {type(unit.module).__name__}".encode(), digest)
+    return digest
+
+
+def values_digest(model: Model) -> int:
+    """What is equal where models begin with the same values. All of them are read; of what is on the meta device
+    torch's seed counts, which makes them.
+    """
+    tensors = {name: tensor for unit in model.units for name, tensor in unit.tensors()}
+    blank = any(tensor.is_meta for tensor in tensors.values())
+    digest = zlib.crc32(str(torch.initial_seed() if blank else 0).encode())
+    for tensor in tensors.values():
+        if not tensor.is_meta:
+            numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = zlib.crc32(numbers.data, digest)
     return digest

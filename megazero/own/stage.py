@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from megazero.mpu.parameter import Parameter, ParameterSpec
 from megazero.own.model import BatchTensors, OwnUnit
 
 META = torch.device("meta")
+PLAIN = tuple, dict
+"""The classes of bundles, beside tensors and named tuples."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,11 @@ class OwnStage(nn.Module):
             is_last = self.has_loss and number == len(self.chunk) - 1
             again = self.computes_again and torch.is_grad_enabled() and not is_last
             versions = _versions(self._kept(unit, hidden if again else None, batch.tensors))
-            if again:
-                made = checkpoint(unit, hidden, batch.tensors, use_reentrant=False)
-            else:
-                made = unit(hidden, batch.tensors)
+            with _named(unit):
+                if again:
+                    made = checkpoint(unit, hidden, batch.tensors, use_reentrant=False)
+                else:
+                    made = unit(hidden, batch.tensors)
             _require_kept(unit, self._kept(unit, hidden if again else None, batch.tensors), versions)
             hidden = self._loss(unit, made) if is_last else as_bundle(unit, made)
         assert hidden is not None
@@ -87,6 +91,16 @@ class OwnStage(nn.Module):
         total, number = loss_of(unit, made)
         self.counted += number
         return total
+
+
+@contextmanager
+def _named(unit: OwnUnit) -> Iterator[None]:
+    """A context whose errors say in which unit they are."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in unit {unit.name!r} of the model")
+        raise
 
 
 def _versions(named: Mapping[str, Tensor]) -> list[int]:
@@ -130,6 +144,11 @@ def as_bundle(unit: OwnUnit, made: Any) -> Bundle:
             what = type(made).__name__ if where else _words(made)
             needed = "a tensor, or a tuple or dict of tensors is needed"
             raise ValueError(f"unit {unit.name!r} returns {what}{where}: {needed}")
+    if type(made) not in PLAIN and isinstance(made, tuple | dict) and not hasattr(made, "_make"):
+        raise ValueError(
+            f"unit {unit.name!r} returns {_words(made)}: another stage would get a plain one. A tuple, a named "
+            "tuple or a dict is needed"
+        )
     if isinstance(made, tuple | dict) and not made:
         raise ValueError(f"unit {unit.name!r} returns an empty {type(made).__name__}: nothing reaches the next unit")
     bundle: Bundle = made
@@ -189,7 +208,7 @@ def forget_values(unit: OwnUnit) -> None:
 def boundaries(
     units: Sequence[OwnUnit], chunks: Sequence[range], batch: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[MessageSpec, ...]:
-    """The messages between model chunks, found on torch's meta device, where nothing is computed.
+    """The messages between model chunks of a step, found on torch's meta device, where nothing is computed.
 
     batch  one whose tensors have the shapes of all micro-batches
     dtype  of parameters and buffers of floats
@@ -200,7 +219,9 @@ def boundaries(
     seen = {name: tensor.to(META) for name, tensor in batch.items()}
     for number, unit in enumerate(units[: chunks[-1].start]):
         try:
-            hidden = as_bundle(unit, functional_call(unit, _on_meta(unit, dtype), (hidden, seen)))
+            with torch.enable_grad():  # an evaluation's messages are those of a step, which come from here, too
+                made = functional_call(unit, _on_meta(unit, dtype), (hidden, seen))
+            hidden = as_bundle(unit, made)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
                 f"unit {unit.name!r} cannot run on torch's meta device, which says what it sends to the next stage: "

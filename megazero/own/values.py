@@ -56,14 +56,6 @@ class InitialValues:
                     whole = f"{unit.name}.{path}.{name}" if path else f"{unit.name}.{name}"
                     module._buffers[name] = self._unit(unit.name)[whole].clone()
 
-    def digest(self) -> int:
-        """What is equal where the values are."""
-        digest = zlib.crc32(str(torch.initial_seed() if self.blanks else 0).encode())
-        for name in sorted(self.there):
-            numbers = self.there[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest = zlib.crc32(numbers.data, zlib.crc32(name.encode(), digest))
-        return digest
-
     def forget(self) -> None:
         """Free all values."""
         self.there, self.blanks, self._made = {}, {}, ("", {})

@@ -107,6 +107,21 @@ def test_every_layout_trains_as_plain_torch(name: str, size: int) -> None:
                 assert off < EXACT, f"{where}, {parameter}"
 
 
+def evaluated_first(rank: int) -> list[float]:
+    """The losses of an evaluation, and of two steps behind it."""
+    case = CASES["mlp"]
+    model = megazero.Model(case.built(), case.loss)
+    batches = [case.micro_batch(0, number) for number in range(MICRO_BATCHES)]
+    with megazero.engine(model, "adamw", RATE, {**RULE, "pp": 2}) as engine:
+        return [float(engine.evaluate(batches)), *(float(engine.step(batches).loss) for _ in range(2))]
+
+
+def test_an_evaluation_may_come_before_the_first_step() -> None:
+    """It runs without a graph, and the messages of the steps behind it have gradients all the same."""
+    for evaluated, first, second in run_ranks(2, evaluated_first):
+        assert evaluated == pytest.approx(first, rel=1e-12) and second < first
+
+
 def losses_of(precision: str, run: Mapping[str, Any]) -> list[float]:
     case, dtype = CASES["mlp"], {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 

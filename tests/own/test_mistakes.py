@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "nothing": (lambda _: None, "unit '1' returns a NoneType: a tensor"),
     "a number in a tuple": (lambda x: (x, 3), "unit '1' returns tuple with a int at 1: a tensor"),
     "a word in a dict": (lambda x: {"x": x, "y": "z"}, "unit '1' returns dict with a str at 'y': a tensor"),
+    "a dict of another class": (lambda x: OrderedDict(x=x), "unit '1' returns a OrderedDict: another stage would get"),
     "an empty tuple": (lambda _: (), "unit '1' returns an empty tuple: nothing reaches the next unit"),
 }
 
@@ -117,12 +119,16 @@ def test_the_first_unit_may_take_one_tensor_of_the_micro_batch() -> None:
 
 
 def test_the_children_of_a_sequential_module_are_units() -> None:
-    made = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 1))
+    def sequential() -> nn.Sequential:
+        tanh = nn.Tanh()
+        return nn.Sequential(nn.Linear(5, 12), tanh, nn.Linear(12, 12), tanh, nn.Linear(12, 1))
+
+    made = sequential()
     with megazero.engine(megazero.from_sequential(made, squared, input="x"), lr=0.0) as engine:
         before = float(engine.evaluate(batch()))
         torch.manual_seed(1)
         values = engine.state_dict()
-    plain = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 1))
+    plain = sequential()
     plain.load_state_dict(values)
     total, number = squared(plain(batch()["x"]), batch())
     assert before == pytest.approx(float((total / number).detach()), rel=1e-6)
@@ -282,10 +288,68 @@ def test_ranks_take_as_many_micro_batches() -> None:
         assert all("take other numbers of micro-batches" in words for words in of_rank)
 
 
+def others_on_one(rank: int) -> list[str]:
+    """After steps with one micro-batch and with two: rank 0 takes one, and rank 1 two; then other shapes."""
+    torch.manual_seed(1)
+    with megazero.engine(megazero.Model(mlp(), squared), run={"pp": 2}) as engine:
+        engine.step([batch()])
+        engine.step([batch()] * 2)
+        longer = {name: torch.cat([tensor, tensor]) for name, tensor in batch().items()}
+        return [
+            config_error(lambda: engine.step([batch()] * (1 + rank))),
+            config_error(lambda: engine.step([longer if rank else batch()])),
+        ]
+
+
+def test_stages_take_the_same_micro_batches() -> None:
+    for number, shapes in run_ranks(2, others_on_one):
+        assert "other numbers of micro-batches in a step: from 1 to 2" in number
+        assert "the stages of a pipeline take micro-batches of other names, shapes or dtypes" in shapes
+
+
+def test_modules_of_an_engine_are_its_own() -> None:
+    units = mlp()
+    megazero.engine(megazero.Model(units, squared)).close()
+    with pytest.raises(ValueError, match="unit '0' is an engine's already, with its parameters: make another one"):
+        megazero.Model(units, squared)
+
+
+class Extra(Layer):
+    def get_extra_state(self) -> str:
+        return "words"
+
+
+def test_a_unit_with_state_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(ValueError, match="unit '1' has _extra_state in its state_dict, which is no tensor"):
+        megazero.Model([Begin(), Extra()])
+
+
+def test_what_is_no_micro_batch_is_named() -> None:
+    with megazero.engine(megazero.Model(mlp(), squared), run={"precision": "fp32"}) as engine:
+        with pytest.raises(ValueError, match="micro-batch 0 is Tensor: a mapping from names to tensors is needed"):
+            engine.step(torch.zeros(3))
+        with pytest.raises(ConfigError, match="lr is 'fast': a number from 0 on is needed"):
+            engine.step(batch(), lr="fast")
+        with pytest.raises(TypeError, match="about holds what JSON does not hold"):
+            engine.save("nowhere", {"at": torch.zeros(1)})
+        with pytest.raises(KeyError) as raised:
+            engine.step({"y": torch.zeros(3, 1)})
+        assert "in unit '0' of the model" in raised.value.__notes__
+
+
+def test_a_tensor_that_the_micro_batch_lacks_is_named() -> None:
+    model = megazero.from_sequential(nn.Sequential(nn.Linear(5, 1)), squared, input="points")
+    wrong = pytest.raises(ValueError, match="no 'points', which input= names: it has x, y")
+    with wrong, megazero.engine(model) as engine:
+        engine.step(batch())
+
+
 def shared_in_the_middle(rank: int) -> None:
+    torch.manual_seed(1)
     again = Layer()
     units = [Begin(), again, Layer(), again, nn.Linear(12, 1)]
     megazero.engine(megazero.Model(units, squared), run={"pp": 3, "partition": [2, 1, 2], "precision": "fp32"}).close()
+    again = Layer()
     units = [Begin(), Layer(), again, again, nn.Linear(12, 1)]
     megazero.engine(megazero.Model(units, squared), run={"pp": 3, "partition": [2, 1, 2], "precision": "fp32"})
 

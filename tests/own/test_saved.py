@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import megazero
@@ -96,3 +99,47 @@ def test_numbers_of_a_step_come_back(tmp_path: Path) -> None:
     with engine_of(case.built()) as engine:
         assert engine.load(tmp_path) == {"epoch": 3, "names": ["a"]}
         assert (engine.steps, engine.lr, float(engine.optimizer.step_count)) == (1, 0.25, 1.0)
+
+
+def exported(rank: int, path: str) -> dict[str, torch.Tensor]:
+    case = CASES["convolutional"]
+    with megazero.engine(megazero.Model(case.built(), case.loss), "adamw", RATE, {**RULE, "pp": 2}) as engine:
+        engine.step([case.micro_batch(0, number) for number in range(MICRO_BATCHES)])
+        engine.export(path)
+        return engine.state_dict()
+
+
+def test_an_export_has_whole_numbers_too(tmp_path: Path) -> None:
+    """A batch norm counts its batches."""
+    path = tmp_path / "model.safetensors"
+    values = run_ranks(2, exported, str(path))[0]
+    written = load_file(path)
+    assert torch.int64 in {tensor.dtype for tensor in values.values()} and {*written} == {*values}
+    assert all(torch.equal(written[name], value) for name, value in values.items())
+
+
+LEFT = """
+import torch, megazero
+from tests.own.models import CASES
+case = CASES["mlp"]
+run = {{"zero_stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": [{folder!r}]}}
+{way}
+"""
+WAYS = {
+    "nobody closes it": """
+engine = megazero.engine(megazero.Model(case.built(), case.loss), run=run)
+engine.step(case.micro_batch(0, 0))
+raise RuntimeError("mine")""",
+    "an error leaves its block": """
+with megazero.engine(megazero.Model(case.built(), case.loss), run=run) as engine:
+    engine.step(case.micro_batch(0, 0))
+    raise RuntimeError("mine")""",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_swap_file_outlives_an_error(way: str, tmp_path: Path) -> None:
+    program = LEFT.format(folder=str(tmp_path), way=WAYS[way])
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert made.stderr.rstrip().endswith("RuntimeError: mine") and "Exception ignored" not in made.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -64,13 +64,17 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            assert tuple(tensor.shape) == slot.shape, f"{slot.key}: {tuple(tensor.shape)} instead of {slot.shape}"
-            for piece in flat_pieces(tensor, slot.dtype, slot.key):
-                file.write(piece.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for slot, tensor in zip(slots, tensors, strict=True):
+                assert tuple(tensor.shape) == slot.shape, f"{slot.key}: {tuple(tensor.shape)} instead of {slot.shape}"
+                for piece in flat_pieces(tensor, slot.dtype, slot.key):
+                    file.write(piece.view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(path)  # nobody takes a part for the whole, and the next try finds no file
+            raise
 
 
 def flat_pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterable[Tensor]:
