@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +18,7 @@ from megazero.system.status import FAILED, MISTAKEN
 
 if TYPE_CHECKING:
     from megazero.calibrate.effort import Effort
+    from megazero.config.flags import CommandOptions
     from megazero.config.parse import ParsedArguments
     from megazero.plan.cluster.candidates import OpenRun
     from megazero.plan.cluster.hardware import Cluster
@@ -152,11 +153,14 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
         problems.append("--json and --emit-flags print different things: give one of them")
     if args.measured is not None and args.report is None:
         problems.append(f"--measured {args.measured}: goes with --report FILE.html, whose page shows it")
+    if misspelled := [*_misspelled(run_flags)]:
+        raise ConfigError([*problems, *misspelled])
     try:
         parsed = _parsed(run_flags, "cuda" if cluster is None else cluster.device.kind)
     except ConfigError as error:
         problems += error.problems
     if parsed is not None:
+        problems += _of_a_start(parsed.command, args.gpus)
         if parsed.run.model.vocab_size is None:
             problems.append("--vocab-size: is missing; a plan reads no tokenizer")
         if "global_batch_size" not in parsed.explicit:
@@ -179,6 +183,30 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     fixed = parsed.explicit | ({"nodes_of"} if args.nodes_of is not None else set())
     program = OURS if args.program is None else PROGRAMS[args.program]
     return PlanRequest(OpenRun.of(parsed.run, cluster, fixed, program), costs, parsed.run.schedule.rampup_batch_size)
+
+
+def _of_a_start(command: CommandOptions, gpus: int | None) -> Iterator[str]:
+    """What says how a run starts, and nothing of a plan. The ranks may be the plan's."""
+    for name in ("validate_only", "print_config", "skip_files"):
+        if getattr(command, name):
+            yield f"{flag_of(name)}: says how a run starts, and a plan starts none"
+    for name in ("ranks", "world_size"):
+        number = getattr(command, name)
+        if number is not None and number != gpus:
+            yield f"{flag_of(name)} {number}: a plan is for the ranks of --gpus, {gpus}"
+
+
+def _misspelled(run_flags: Sequence[str]) -> Iterator[str]:
+    """What is no flag, and more like one of a plan than like one of a run."""
+    from megazero.config.flags import known_flags
+    from megazero.config.options import did_you_mean
+
+    own = {flag for flag in arguments()._option_string_actions if flag.startswith("--")}
+    of_runs = known_flags()
+    for flag in (word.partition("=")[0] for word in run_flags if word.startswith("--")):
+        hint = "" if flag in of_runs else did_you_mean(flag, [*own, *of_runs])
+        if any(f" {name}?" in hint for name in own - of_runs):
+            yield f"{flag}: there is no {flag}{hint}"
 
 
 def _cluster(args: Namespace) -> Cluster:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,8 @@ from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, pop_flag
 from megazero.cli.shared_flags import model_of
 from megazero.config.source import ConfigError
-from megazero.system.status import FAILED
+from megazero.system.status import FAILED, MISTAKEN
+from megazero.system.unfinished import ended_in_order
 from megazero.system.writable import why_not_replaced
 
 if TYPE_CHECKING:
@@ -50,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         flags.add_argument(CHECK, metavar="FILE", help="run again what a certificate says, and compare")
         flags.print_help()
         return 0
-    return status_of(lambda: work(argv), (ConfigError, ValueError))
+    with ended_in_order():
+        return status_of(lambda: work(argv), (ConfigError, ValueError, SyntaxError))  # of a layer that was edited
 
 
 def work(argv: Sequence[str]) -> int:
@@ -66,10 +70,9 @@ def work(argv: Sequence[str]) -> int:
     run = parsed(words, world, problems)
     assert world is not None, "a problem"
     proof, written = proven(words, run, world)
-    write(target, written)
     say_result(proof, world, written["seconds"])
-    print(f"certificate: {target}")
-    return ended(proof)
+    is_kept = write(target, written)
+    return ended(proof) or (0 if is_kept else MISTAKEN)
 
 
 def named(flag: str, path: str) -> str:
@@ -80,14 +83,20 @@ def named(flag: str, path: str) -> str:
 
 
 def writable(target: Path) -> Path:
-    """The path of a certificate, before minutes are spent on it. Raises ValueError for a folder that is not there."""
+    """The path of a certificate, before minutes are spent on it. Raises ValueError for a folder that is not there, or
+    that takes no file.
+    """
     if target.is_dir() or not target.parent.is_dir():
         raise ValueError(
             f"{CERTIFICATE} {target}: {'this is a folder' if target.is_dir() else 'there is no such folder'}"
         )
     if (wrong := why_not_replaced(target, HEAD, len(HEAD), "certificate")) is not None:
         raise ValueError(f"{CERTIFICATE} {target}: {wrong}")
-    return target
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            return target
+    except OSError as error:
+        raise ValueError(f"{CERTIFICATE} {target}: its folder takes no file: {error.strerror}") from error
 
 
 def ranks_of(words: Sequence[str]) -> tuple[int | None, list[str], list[str]]:
@@ -129,18 +138,27 @@ def proven(words: Sequence[str], run: Run, world: int) -> tuple[Proof, dict[str,
     return proof, certificate(words, run, world, proof, time.monotonic() - began)
 
 
-def write(target: Path, written: dict[str, Any]) -> None:
-    target.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+def write(target: Path, written: dict[str, Any]) -> bool:
+    """Write a certificate and name it. False, and a line on standard error, if that fails: the result stands."""
+    try:
+        target.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"error: {CERTIFICATE} {target} is not written: {error.strerror}", file=sys.stderr)
+        return False
+    print(f"certificate: {target}")
+    return True
 
 
 def checked(path: Path, target: Path | None) -> int:
     """Run a certificate again. Status 0: the same code gives the same result, and that is equal."""
+    from megazero.config.help import requested_help
     from megazero.verify.certificate import read_claim
 
     claim = read_claim(path)
+    if requested_help(claim.flags) is not None:
+        raise ValueError(f"{path}: its flags ask for help, and are those of no run")
     proof, written = proven(claim.flags, parsed(claim.flags, claim.world_size), claim.world_size)
-    if target is not None:
-        write(target, written)
+    is_kept = target is None or write(target, written)
     code = written["code"]["sha256"]
     if code != claim.code:
         print(f"the code is not that of the certificate: {code[:16]} here, {claim.code[:16]} there")
@@ -156,7 +174,7 @@ def checked(path: Path, target: Path | None) -> int:
         print(f"{path} does not hold: its {', '.join(edited)} do not follow from its flags and world_size")
         return FAILED
     print(f"{path} holds")
-    return 0
+    return 0 if is_kept else MISTAKEN
 
 
 def say_result(proof: Proof, world: int, seconds: float) -> None:

@@ -81,6 +81,11 @@ class _Meaning:
     constant: Any = None
 
 
+def known_flags() -> frozenset[str]:
+    """All flags of a run, with both dashes."""
+    return frozenset(_flag_table())
+
+
 @cache
 def _flag_table() -> Mapping[str, _Meaning]:
     table: dict[str, _Meaning] = {}

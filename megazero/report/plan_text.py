@@ -16,7 +16,7 @@ from megazero.plan.cluster.programs import OURS
 from megazero.program.memory import MemoryColumn
 from megazero.report import text_blocks as blocks
 from megazero.system.words import counted
-from megazero.telemetry.units import count, size
+from megazero.telemetry.units import count
 
 DAY = 86_400
 SHORT: Mapping[str, str] = MappingProxyType(
@@ -59,7 +59,7 @@ def plan_text(layouts: BestLayouts, costs: Costs) -> str:
         (head, layouts_table(layouts.steps)),
         ("Why each loses to the first", blocks.bullets([*_losses(layouts.steps)])),
         ("The first", blocks.pairs([*_details(best, costs)])),
-        ("Memory of a rank of each stage", memory_table(best)),
+        ("Memory of a rank of each stage, in GiB", memory_table(best)),
         ("The search", blocks.bullets([*_search(layouts)])),
     )
 
@@ -112,7 +112,8 @@ def _losses(steps: Sequence[ClusterStep]) -> Iterator[str]:
 
 def _details(step: ClusterStep, costs: Costs) -> Iterator[tuple[str, str]]:
     yield "flags", layout_flags(step)
-    of_step = ", ".join(f"{seconds:.3g} s {part}" for part, seconds in parts(step).items())
+    # what is left of a step behind its other parts may be an error of a sum
+    of_step = ", ".join(f"{round(seconds, 9):.3g} s {part}" for part, seconds in parts(step).items())
     yield "step", f"{step.seconds:.4g} s: {of_step}"
     reached = step.hardware_flops / (step.seconds * step.cluster.gpus) / 1e12
     model = step.model_flops / (step.seconds * step.cluster.gpus) / 1e12
@@ -136,7 +137,7 @@ def memory_table(step: ClusterStep) -> str:
     rows = list[tuple[range, tuple[str, ...]]]()
     for stages, peak in zip(step.alike.values(), peaks, strict=True):
         sizes = [*(peak.device.get(name, 0) for name in names), peak.device_bytes, peak.host_bytes]
-        words, together = tuple(map(size, sizes)), stages
+        words, together = tuple(f"{each / 2**30:.2f}" for each in sizes), stages
         if rows and rows[-1][1] == words and rows[-1][0].stop == stages.start:
             together = range(rows.pop()[0].start, stages.stop)
         rows.append((together, words))

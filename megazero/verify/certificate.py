@@ -120,7 +120,7 @@ def read_claim(path: Path) -> Claim:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotACertificate(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotACertificate(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         given = content.get("format", "not said") if isinstance(content, dict) else type(content).__name__
@@ -135,4 +135,6 @@ def read_claim(path: Path) -> Claim:
         or result not in ("equal", "differs")
     ):
         raise NotACertificate(f"{path} lacks flags, world_size, result or the hash of the code")
+    if result == "equal" and (content.get("difference") is not None or content.get("failure") is not None):
+        raise NotACertificate(f"{path} says equal, and a difference or a failure as well")
     return Claim(tuple(flags), world, str(result), digest, {name: content.get(name) for name in FOLLOWS})

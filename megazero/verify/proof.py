@@ -9,6 +9,7 @@ one process   step 3, begun from the ranks' checkpoint
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,10 @@ class _Legs:
         start = Leg("from the seed", last=SPOILED, save=self.folder / "one", base=base, packed=self.small.packed)
         slopes = Slopes()
         numbers = self._alone(start, slopes)
+        losses = [each.loss for each in numbers[:CLIPPED]]  # that of the last step is spoiled on purpose
+        if not all(map(math.isfinite, losses)):
+            words = ", ".join(map("{:g}".format, losses))
+            raise CannotRun(f"one process has no finite loss (its steps have {words}), so nothing can be compared")
         true = wholes(numbers, self.decay)
         wrong, self.slope_error = slopes.compared(true[1])
         if wrong is not None:

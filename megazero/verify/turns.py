@@ -86,8 +86,13 @@ class Turns:
                 thread.start()
         finally:
             threading.stack_size(before)
-        self._pass_on()
-        self._wait_for_all()
+        try:
+            self._pass_on()
+            self._wait_for_all()
+        except (KeyboardInterrupt, SystemExit) as stop:  # no rank is to write into a folder that its caller removes
+            self._failure = self._failure or RankFailed(self._turn, stop)
+            self._over.wait(PATIENCE)
+            raise
         for thread in threads:
             thread.join()
         for lock in self._locks:

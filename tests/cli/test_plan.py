@@ -164,7 +164,7 @@ def test_stages_with_the_same_bytes_share_a_row(capsys: pytest.CaptureFixture[st
     fixed = "--tp 1 --pp 8 --pipeline-schedule zb-h1 --micro-batch-size 1 --zero-stage 0 --num-layers 14"
     status, out, err = plan(f"{MODEL} --gpus 8 --gpu a100-40gb {fixed}", capsys)
     assert status == 0, err
-    lines = out.split("Memory of a rank of each stage\n")[1].split("\n\n")[0].splitlines()
+    lines = out.split("Memory of a rank of each stage, in GiB\n")[1].split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["0", "1-2", "3-4", "5-6", "7"]
     assert all(len(line) <= 100 for line in lines)
 
@@ -191,6 +191,20 @@ def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[s
         (f"{MODEL} --gpus 4 --gpu v100", ["--precision bf16: v100 computes in fp16, fp32, fp64"]),
         (f"{MODEL} {CLUSTER} --tokens 0 --price -1", ["--tokens 0: must be", "--price -1: must be"]),
         (f"{MODEL} {CLUSTER} --tp 3x", ["--tp"]),
+        (
+            f"{MODEL} {CLUSTER} --token 5 --interconect 2xhdr --emit-flag",
+            [f"did you mean {flag}?" for flag in ("--tokens", "--interconnect", "--emit-flags")],
+        ),
+        (f"{MODEL} {CLUSTER} --ranks 8", ["--ranks 8: a plan is for the ranks of --gpus, 4"]),
+        (
+            f"{MODEL} {CLUSTER} --validate-only --skip-files --world-size 2 --print-config",
+            [
+                "--validate-only: says how a run starts",
+                "--skip-files: says",
+                "--print-config: says",
+                "--world-size 2: a",
+            ],
+        ),
         (f"{MODEL} {CLUSTER} --measured runs/x", ["--measured runs/x: goes with --report FILE.html"]),
         (f"{MODEL} {CLUSTER} --price 2", ["--price 2: goes with --tokens N"]),
         (f"{MODEL} {CLUSTER} --price nan", ["--price nan: must be a finite number above 0"]),
@@ -232,6 +246,13 @@ def test_each_row_of_a_table_is_predicted(capsys: pytest.CaptureFixture[str], tm
     assert lines[3]["fits"] is False and lines[3]["memory_bytes"] > 80e9
     assert [line["error"] for line in lines[4:6]] == [f"tp {tp}: is not a whole number above 0" for tp in ("0", "two")]
     assert "no micro-batch" in lines[6]["error"] or "not a multiple" in lines[6]["error"]
+    names = ROW.replace("layers,", "layers,num_layers,")
+    rows = ["8,,1024,16,512,4,1,2,2,2,32", "8,9,1024,16,512,4,1,2,2,2,32", "8,,1024,16,512,4,1,2,2,2,32,,1"]
+    table.write_text("\n".join([names, *rows, f"{'9' * 18},,1024,16,512,4,1,2,2,2,32"]))
+    lines = [json.loads(line) for line in plan(f"--predict {table} --json", capsys)[1].splitlines()]
+    assert lines[0]["fits"] and lines[1]["error"] == "columns layers and num_layers say different things"
+    assert lines[2]["error"] == "a row has 1 cells more than there are names: 1"
+    assert "--num-layers 999999999999999999: must be at most" in lines[3]["error"]
     table.write_text("a,b\n")
     assert plan(f"--predict {table}", capsys)[0] == 2
 

@@ -105,6 +105,10 @@ def test_every_source_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("--check text.json", "text.json is no JSON"),
         ("--check other.json", "its format is 7"),
         ("--check list.json", "its format is list"),
+        ("--check deep.json", "deep.json is no JSON"),
+        ("--check help.json", "help.json: its flags ask for help"),
+        ("--check both.json", "both.json says equal, and a difference or a failure as well"),
+        ("--world-size 1 --certificate /proc/layout.json", "/proc/layout.json: its folder takes no file"),
         ("--check part.json", "lacks flags, world_size, result or the hash"),
         ("--check part.json --tp 2", "runs the flags of its certificate, and --tp 2 is given too"),
         ("--world-size 1 --certificate no/layout.json", "there is no such folder"),
@@ -115,7 +119,10 @@ def test_what_cannot_be_run(
     words: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in {"text": "none", "other": '{"format": 7}', "list": "[]", "part": '{"format": 1}'}.items():
+    whole = {"format": 1, "flags": ["--help"], "world_size": 2, "result": "equal", "code": {"sha256": "0"}}
+    files = {"text": "none", "other": '{"format": 7}', "list": "[]", "part": '{"format": 1}', "deep": "[" * 100_000}
+    files |= {"help": json.dumps(whole), "both": json.dumps(whole | {"failure": "rank 3 has failed"})}
+    for name, text in files.items():
         (tmp_path / f"{name}.json").write_text(text)
     status, lines, errors = command(capsys, *words.split())
     assert status == 2 and told in errors and not lines

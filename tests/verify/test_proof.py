@@ -12,6 +12,7 @@ from torch import Tensor
 from megazero.config.parse import parse_run
 from megazero.config.schema import LoraConfig
 from megazero.data.loader import TrainLoader
+from megazero.model.mlp import Mlp
 from megazero.mpu import collectives, layers
 from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import CommunicationHandle
@@ -187,6 +188,13 @@ def test_what_one_process_cannot_run_is_no_difference(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("megazero.model.mlp.Mlp.forward", broken)
     with pytest.raises(CannotRun, match="one process does not run it: rank 0: TypeError: a layer of mine"):
+        proof_of("--tp 2", 2)
+
+
+def test_a_loss_that_is_no_number_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Mlp.forward
+    monkeypatch.setattr(Mlp, "forward", lambda *args: forward(*args) * float("nan"))
+    with pytest.raises(CannotRun, match=r"one process has no finite loss \(its steps have nan, nan, nan\)"):
         proof_of("--tp 2", 2)
 
 

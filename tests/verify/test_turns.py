@@ -53,6 +53,31 @@ def test_the_first_error_ends_all_ranks() -> None:
     assert turns.run(lambda rank: rank) == [0, 1, 2], "the turns can be taken again"
 
 
+def test_an_interruption_comes_after_the_end_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks write into a folder that their caller removes. Ctrl-C comes while rank 1 has the turn, and rank 0 waits."""
+    turns, has_turn = Turns(3), threading.Event()
+    ended = list[int]()
+
+    def work(rank: int) -> None:
+        try:
+            if rank == 1:
+                has_turn.set()
+                while turns._failure is None:  # until the main thread has been interrupted
+                    pass
+            turns.wait(rank, "word", "waiting")
+        finally:
+            ended.append(rank)
+
+    def interrupted() -> None:
+        has_turn.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(turns, "_wait_for_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turns.run(work)
+    assert sorted(ended) == [0, 1], "rank 2 has not begun"
+
+
 def test_a_rank_that_keeps_the_turn_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a copy which nobody has started."""
     monkeypatch.setattr("megazero.verify.turns.PATIENCE", 0.1)

@@ -22,7 +22,7 @@ from megazero.config.derive import (
     qkv_bias,
     query_groups,
 )
-from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern, PatternItem
+from megazero.config.layers.pattern import MOST_LAYERS, NO_POSITIONS, LayerPattern, PatternItem
 from megazero.config.rotary import OF_MODEL, RotarySettings
 from megazero.config.schema import ModelConfig
 
@@ -178,7 +178,7 @@ def pattern_items(model: ModelConfig) -> tuple[PatternItem, ...]:
     equal.
     """
     if model.layer_pattern is None:
-        return (PatternItem(),) * model.num_layers
+        return (PatternItem(),) * min(model.num_layers, MOST_LAYERS)  # other checks refuse more, and need a list too
     shortened = LayerPattern(tuple(_without_defaults(model, item) for item in model.layer_pattern.items))
     return shortened.layers(model.num_layers)
 

@@ -79,6 +79,18 @@ class Turn(NamedTuple):
         return SIMULATED if self.is_begun else BY_OPERATIONS if self.step is None else BY_SCHEDULE
 
 
+class StateShare(NamedTuple):
+    """Bytes of model state of a rank: what is short, on its device, and in host memory."""
+
+    short: float
+    device: float
+    away: float
+
+
+NO_STATE = StateShare(inf, inf, inf)
+"""Where no layout was looked at."""
+
+
 @dataclass
 class BestLayouts:
     """The result of a search.
@@ -88,7 +100,7 @@ class BestLayouts:
     looked_at  number of candidates
     left_out   number of candidates by the reason for which they were left out
     simulated  number of simulated steps
-    state      bytes of model state that a rank has at least, in all tiers together
+    state      the model state of a rank that is nearest to what a device and its share of host memory have
     """
 
     steps: list[ClusterStep]
@@ -96,7 +108,7 @@ class BestLayouts:
     looked_at: int
     left_out: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
-    state: float = inf
+    state: StateShare = NO_STATE
 
 
 @dataclass
@@ -109,7 +121,7 @@ class LayoutSearch:
     left_out: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     least: tuple[float, ClusterStep | None] = (inf, None)
-    least_state: float = inf
+    nearest_state: StateShare = NO_STATE
     _kept: dict[int, LeastMemory] = field(default_factory=dict)
     _turns: list[Turn] = field(default_factory=list)
     _fitting: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -133,7 +145,7 @@ class LayoutSearch:
                     break
         steps = sorted(self.best.values(), key=lambda step: step.seconds)[: self.wanted]
         return BestLayouts(
-            steps, None if steps else self.least[1], looked_at, self.left_out, self.simulated, self.least_state
+            steps, None if steps else self.least[1], looked_at, self.left_out, self.simulated, self.nearest_state
         )
 
     @property
@@ -306,8 +318,10 @@ class LayoutSearch:
         share = parameters(run.model) / (split.tp * split.pp)
         width = state_width(run, placement["zero_shard_size"], split.dp)
         device, host = self.asked.rooms
-        self.least_state = min(self.least_state, share * (width.device + width.away))
-        return share * width.device <= device and share * width.away <= host
+        on_device, away = share * width.device, share * width.away
+        short = max(0.0, on_device - device) + max(0.0, away - host)
+        self.nearest_state = min(self.nearest_state, StateShare(short, on_device, away))
+        return short == 0
 
 
 def _width(step: ClusterStep) -> StateWidth:

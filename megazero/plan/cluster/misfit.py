@@ -53,12 +53,15 @@ def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
             f"replicas x micro-batch that divide the global batch of {asked.run.schedule.global_batch_size}"
             + (f", and keeps --activation-memory-budget {budget:,}" if budget is not None else "")
         )
-    if step is None and asked.rooms.device >= layouts.state:
+    if step is None and layouts.state.short == 0:
         return f"no layout of {asked.cluster.gpus} ranks is legal: {next(_wrong(asked), 'none keeps its budget')}"
     if step is None:
+        state, leaves = layouts.state, _may_leave(asked)
+        away = f" and {size(state.away)} of host memory" * leaves
+        beside = f" and {size(device.host_memory)}" * leaves
         return (
-            f"the model state alone takes {size(layouts.state)} of each rank at least, and {device.name} has "
-            f"{size(device.memory)}{f' beside {size(device.host_memory)} of host memory' * _may_leave(asked)}"
+            f"the model state alone takes {size(state.device)}{away} of each rank at least, and {device.name} has "
+            f"{size(device.memory)}{beside}: {size(state.short)} more than there is room for"
         )
     limits = step.limits
     excess = max((step.taken(stage) for stage in step.alike), key=lambda taken: sum(limits.excess(taken)))

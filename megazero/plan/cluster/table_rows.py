@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -107,7 +107,11 @@ def missing_columns(columns: Collection[str]) -> list[str]:
 
 def run_of_row(row: Mapping[str, str]) -> RowRun:
     """The run of a row. Raises ConfigError for one without what `NEEDED` names."""
+    if more := [cell for cell in (row.get(None) or []) if cell.strip()]:  # type: ignore[call-overload]
+        raise ConfigError([f"a row has {len(more)} cells more than there are names: {', '.join(more)}"])
     said = {name: value for name, columns in COLUMNS.items() if (value := _cell(row, columns))}
+    if twice := [each for each in COLUMNS.values() if len({_cell(row, (column,)) for column in each} - {""}) > 1]:
+        raise ConfigError([f"columns {' and '.join(names)} say different things" for names in _given(row, twice)])
     if missing := missing_columns([column for name in said for column in COLUMNS[name]]):
         raise ConfigError([f"a row has no {', no '.join(missing)}"])
     wrong = [*_wrong_words(said)]
@@ -150,6 +154,12 @@ def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
     value = next((value for column in columns if (value := (row.get(column) or "").strip().lower())), "")
     number = WHOLE_NUMBER.fullmatch(value)
     return number[1] if number else value
+
+
+def _given(row: Mapping[str, str], several: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
+    """Of each set of columns those in which a row has something."""
+    for columns in several:
+        yield [column for column in columns if _cell(row, (column,))]
 
 
 def _wrong_words(said: Mapping[str, str]) -> Iterator[str]:
