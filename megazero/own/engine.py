@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -336,7 +337,7 @@ class Engine:
         A collective of all ranks, of which one file system or several have the folder. Raises as a save of a run does.
         """
         try:
-            json.dumps(about)
+            json.dumps(dict(about or {}))
         except (TypeError, ValueError) as error:
             raise TypeError(f"about holds what JSON does not hold: {error}") from error
         progress = {
@@ -410,9 +411,9 @@ def _leave(contexts: ExitStack) -> None:
 
 
 def _rate(lr: float) -> float:
-    """A learning rate. Raises ConfigError for what is none."""
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
-        raise ConfigError([f"lr is {lr!r}: a number from 0 on is needed"])
+    """A learning rate. Raises ValueError for what is none."""
+    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 <= lr < math.inf:
+        raise ValueError(f"lr is {lr!r}: a number from 0 on is needed")
     return float(lr)
 
 

@@ -328,7 +328,7 @@ def test_what_is_no_micro_batch_is_named() -> None:
     with megazero.engine(megazero.Model(mlp(), squared), run={"precision": "fp32"}) as engine:
         with pytest.raises(ValueError, match="micro-batch 0 is Tensor: a mapping from names to tensors is needed"):
             engine.step(torch.zeros(3))
-        with pytest.raises(ConfigError, match="lr is 'fast': a number from 0 on is needed"):
+        with pytest.raises(ValueError, match="lr is 'fast': a number from 0 on is needed"):
             engine.step(batch(), lr="fast")
         with pytest.raises(TypeError, match="about holds what JSON does not hold"):
             engine.save("nowhere", {"at": torch.zeros(1)})

@@ -129,4 +129,7 @@ def write_page(output: Path, flag: str, page: str) -> None:
     """Write a page, in the place of an earlier one; its folder is made. Raises FileExistsError as `require_place`."""
     require_place(output, flag)
     output.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(Path(os.path.realpath(output)), page.encode(), uuid4().hex)
+    try:
+        replace_file(Path(os.path.realpath(output)), page.encode(), uuid4().hex)
+    except OSError as error:  # the name in it is that of a file which takes the page's place when it is whole
+        raise OSError(f"{flag} {output}: is not written: {error.strerror}") from error
