@@ -211,9 +211,11 @@ class Engine:
         """Raise ValueError behind the first step if a trained parameter had no gradient in it."""
         if self._unreached:
             name = next(name for name in self._trained if name in self._unreached)
-            unit, _, own = name.partition(".")
+            placed = zip(self._placed.units, self._placed.inventory, strict=True)
+            unit = next(unit for unit, parameters in placed if name in {each.name for each in parameters})
+            own = name.removeprefix(unit.prefix)
             raise ValueError(
-                f"no gradient reaches parameter {own} of unit {unit!r}: the loss does not depend on it. Freeze it "
+                f"no gradient reaches parameter {own} of unit {unit.name!r}: the loss does not depend on it. Freeze it "
                 "(requires_grad_(False)), or say unused=True of the model"
             )
 

@@ -36,8 +36,10 @@ class Model:
     input   the name of the tensor of a micro-batch that the first unit takes, if it does not take the whole of it
     unused  whether a step may bring no gradient to a trained parameter, which then counts as zeros. Otherwise that is
             an error of the first step: a parameter without influence is usually a mistake
+    named_by_unit
+            whether a parameter's name is its unit's and its own, "0.weight", as in a ModuleList or ModuleDict
+            of the units. If not, it is its own: for units that are parts of one module, under the names there
 
-    A parameter's name is its unit's and its own, "0.weight", as in an `nn.ModuleList` or `nn.ModuleDict` of the units.
     Raises TypeError for what is no module, and ValueError for a unit whose `forward` cannot be called so.
     """
 
@@ -48,6 +50,7 @@ class Model:
         *,
         input: str | None = None,
         unused: bool = False,
+        named_by_unit: bool = True,
     ) -> None:
         if isinstance(units, Mapping | nn.ModuleDict):
             named = dict(units.items())
@@ -70,11 +73,21 @@ class Model:
             raise ValueError("loss has parameters: a module that is trained is a unit")
         first, last = next(iter(named)), next(reversed(named))
         self.units = tuple(
-            OwnUnit(name, unit, is_first=name == first, input=input, loss=loss if name == last else None)
+            OwnUnit(
+                name,
+                unit,
+                is_first=name == first,
+                input=input,
+                loss=loss if name == last else None,
+                prefix=f"{name}." * named_by_unit,
+            )
             for name, unit in named.items()
         )
-        self.names = dict(self._named())
-        """From the number of a parameter (`id`) to its name."""
+        self.first_units: dict[str, OwnUnit] = {}
+        """The first unit that has a parameter, by the parameter's name."""
+        self.names: dict[int, str] = {}
+        """From the number of a parameter (`id`) to its name, which is that in the first unit that has it."""
+        self._name_parameters()
         self.unused = unused
         self.is_taken = False
         """Whether an engine has it."""
@@ -84,13 +97,15 @@ class Model:
         """Those of its parameters."""
         return {parameter.dtype for unit in self.units for parameter in unit.parameters()}
 
-    def _named(self) -> Iterator[tuple[int, str]]:
-        seen = set[int]()
+    def _name_parameters(self) -> None:
         for unit in self.units:
-            for name, parameter in unit.module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield id(parameter), f"{unit.name}.{name}"
+            for own, parameter in unit.module.named_parameters():
+                name = f"{unit.prefix}{own}"
+                if id(parameter) not in self.names:
+                    if (other := self.first_units.get(name)) is not None:
+                        raise ValueError(f"units {other.name!r} and {unit.name!r} both have a parameter {name}")
+                    self.first_units[name] = unit
+                    self.names[id(parameter)] = name
 
 
 def from_sequential(
@@ -106,13 +121,23 @@ def from_sequential(
 
 
 class OwnUnit(nn.Module):
-    """One of a model's units. `forward` calls the module with what it takes, and behind the last one the loss."""
+    """One of a model's units. `forward` calls the module with what it takes, and behind the last one the loss.
+
+    prefix: what the names of its tensors begin with in the model
+    """
 
     def __init__(
-        self, name: str, module: nn.Module, *, is_first: bool, input: str | None = None, loss: Loss | None = None
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        is_first: bool,
+        input: str | None = None,
+        loss: Loss | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
-        self.name, self.module = name, module
+        self.name, self.module, self.prefix = name, module, prefix
         self.input = input if is_first else None
         self._call = _Call.of(f"unit {name!r}", module, begins=is_first and input is None)
         self._loss = None if loss is None else _Call.of("loss", loss)
@@ -125,7 +150,7 @@ class OwnUnit(nn.Module):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of parameters and buffers that a checkpoint has, as `state_dict` of the whole model does."""
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            yield f"{self.name}.{name}", tensor
+            yield f"{self.prefix}{name}", tensor
 
     def forward(self, hidden: Any, batch: BatchTensors) -> Any:
         """What the module, and then the loss, returns. hidden: what the unit before has returned, None for the first"""

@@ -56,7 +56,7 @@ def place_model(model: Model, run: Run, grid: ProcessGrid) -> PlacedModel:
     here = sorted({number for units in own for number in units})
     values, made, dtype = InitialValues(), dict[str, Parameter](), compute_dtype(run.optimizer.precision)
     for number in here:
-        values.add(model.units[number], model.names)
+        values.add(model.units[number], model)
     specs = {each.name: each.spec for number in here for each in inventory[number]}
     for number in here:
         values.fill_buffers(model.units[number])

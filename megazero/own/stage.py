@@ -215,21 +215,28 @@ def boundaries(
 
     Raises ValueError with the name of a unit that cannot run there.
     """
-    ends, found, hidden = {chunk.stop for chunk in chunks[:-1]}, list[MessageSpec](), None
+    ends, found = {chunk.stop for chunk in chunks[:-1]}, list[MessageSpec]()
+    hidden: Bundle | None = None
     seen = {name: tensor.to(META) for name, tensor in batch.items()}
     for number, unit in enumerate(units[: chunks[-1].start]):
-        try:
-            with torch.enable_grad():  # an evaluation's messages are those of a step, which come from here, too
-                made = functional_call(unit, _on_meta(unit, dtype), (hidden, seen))
-            hidden = as_bundle(unit, made)
-        except (RuntimeError, NotImplementedError) as error:
-            raise ValueError(
-                f"unit {unit.name!r} cannot run on torch's meta device, which says what it sends to the next stage: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+        hidden = _outlined(unit, hidden, seen, dtype)
         if number + 1 in ends:
             found.append(MessageSpec.of(hidden))
     return tuple(found)
+
+
+def _outlined(unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
+    """What a unit returns, on the meta device. A module with a method `outline` says it by that method."""
+    if (outline := getattr(unit.module, "outline", None)) is not None:
+        return as_bundle(unit, outline(hidden, batch, dtype))
+    try:
+        with torch.enable_grad():  # an evaluation's messages are those of a step, which come from here, too
+            return as_bundle(unit, functional_call(unit, _on_meta(unit, dtype), (hidden, batch)))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"unit {unit.name!r} cannot run on torch's meta device, which says what it sends to the next stage: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def _on_meta(unit: OwnUnit, dtype: torch.dtype) -> dict[str, Tensor]:

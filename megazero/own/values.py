@@ -11,12 +11,13 @@ import copy
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megazero.config.source import ConfigError
-from megazero.own.model import OwnUnit
+from megazero.own.model import Model, OwnUnit
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules make their values."""
@@ -27,34 +28,45 @@ class InitialValues:
     """Values by name.
 
     there   those that the modules have
-    blanks  units on the meta device by name, without values
+    blanks  units on the meta device by name, without values: what names of their tensors begin with, and the module
+    makers  the unit whose values a parameter without values gets
     """
 
     there: dict[str, Tensor] = field(default_factory=dict)
-    blanks: dict[str, nn.Module] = field(default_factory=dict)
+    blanks: dict[str, tuple[str, nn.Module]] = field(default_factory=dict)
+    makers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._made: tuple[str, Mapping[str, Tensor]] = "", {}
 
-    def add(self, unit: OwnUnit, names: Mapping[int, str]) -> None:
-        """Take over the values of a unit. names: from the number of a parameter to its name."""
+    def add(self, unit: OwnUnit, model: Model) -> None:
+        """Take over the values of one of a model's units."""
         for parameter in unit.parameters():
-            if names[id(parameter)] not in self.there and not parameter.is_meta:
-                self.there[names[id(parameter)]] = parameter.detach()
-        if any(tensor.is_meta for tensor in (*unit.parameters(), *unit.buffers())):
-            self.blanks[unit.name] = copy.deepcopy(unit.module)
+            name = model.names[id(parameter)]
+            if parameter.is_meta:
+                # a parameter of several units begins on every rank as the first of them makes it
+                self._add_blank(model.first_units[name])
+                self.makers[name] = model.first_units[name].name
+            else:
+                self.there.setdefault(name, parameter.detach())
+        if any(buffer.is_meta for buffer in unit.buffers()):
+            self._add_blank(unit)
+
+    def _add_blank(self, unit: OwnUnit) -> None:
+        if unit.name not in self.blanks:
+            self.blanks[unit.name] = unit.prefix, copy.deepcopy(unit.module)
 
     def of(self, name: str) -> Tensor:
         """The value of a parameter. The last unit that was made is kept: ask for those of a unit together."""
-        return self.there[name] if name in self.there else self._unit(name.partition(".")[0])[name]
+        return self.there[name] if name in self.there else self._unit(self.makers[name])[name]
 
     def fill_buffers(self, unit: OwnUnit) -> None:
         """Give a unit's buffers on the meta device their values, in host memory."""
         for path, module in unit.module.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    whole = f"{unit.name}.{path}.{name}" if path else f"{unit.name}.{name}"
-                    module._buffers[name] = self._unit(unit.name)[whole].clone()
+                    whole = f"{path}.{name}" if path else name
+                    module._buffers[name] = self._unit(unit.name)[unit.prefix + whole].clone()
 
     def forget(self) -> None:
         """Free all values."""
@@ -64,9 +76,10 @@ class InitialValues:
         """The tensors of a unit that has none, by name."""
         if self._made[0] != name:
             self._made = "", {}  # one unit at a time
-            module = materialised(name, self.blanks[name])
+            prefix, blank = self.blanks[name]
+            module = materialised(name, blank)
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-            self._made = name, {f"{name}.{own}": tensor.detach() for own, tensor in named}
+            self._made = name, {f"{prefix}{own}": tensor.detach() for own, tensor in named}
         return self._made[1]
 
 
@@ -78,6 +91,10 @@ def materialised(name: str, blank: nn.Module) -> nn.Module:
     module = copy.deepcopy(blank).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed((torch.initial_seed() + zlib.crc32(name.encode())) % 2**63)
+        whole: Any = getattr(module, "reset_unit", None)
+        if whole is not None:
+            whole()
+            return module
         for path, part in module.named_modules():
             reset = next((getattr(part, method) for method in RESETS if hasattr(part, method)), None)
             own = any(value is not None for value in (*part._parameters.values(), *part._buffers.values()))

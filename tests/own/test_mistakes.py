@@ -39,6 +39,11 @@ class Returns(nn.Module):
         return self.make(self.layer(hidden))
 
 
+def test_two_parameters_of_one_name_are_named() -> None:
+    with pytest.raises(ValueError, match=r"units '1' and '2' both have a parameter layer\.weight"):
+        megazero.Model([Begin(), Returns(torch.relu), Returns(torch.relu)], squared, named_by_unit=False)
+
+
 def between(make: Callable[[Tensor], Any]) -> list[nn.Module]:
     return [Begin(), Returns(make), nn.Linear(12, 1)]
 

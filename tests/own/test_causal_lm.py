@@ -1,0 +1,205 @@
+"""Causal language models of `transformers`, cut into units, beside the same models in plain torch with torch.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import megazero
+from tests.own.models import MICRO_BATCHES, RATE, STEPS, Batch, Case, Trained, plainly_trained
+from tests.own.test_engine import EXACT, LAYOUTS, RULE
+from tests.ranks import run_ranks
+
+WORDS, LENGTH, IGNORED = 61, 7, -100
+SIZES = {"vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3}
+GATED = {**SIZES, "intermediate_size": 20, "num_key_value_heads": 1}
+NAMED = {"vocab_size": WORDS, "n_embd": 24, "n_layer": 4, "n_head": 3, "rotary_dim": 4, "n_positions": 32}
+DRY = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        # none of these has a converter here; each gives other things to its layers
+        "cohere": ("CohereConfig", {**GATED, "logit_scale": 0.3}),
+        "gptj": ("GPTJConfig", {**NAMED, **DRY}),
+        "biogpt": (
+            "BioGptConfig",
+            {**SIZES, "intermediate_size": 20, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        ),
+        "experts": (
+            "Qwen2MoeConfig",
+            {
+                **GATED,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 12,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "experts_implementation": "eager",
+            },
+        ),
+        "state space": ("MambaConfig", {"vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 4}),
+        "windows": ("Gemma3TextConfig", {**GATED, "head_dim": 8, "sliding_window": 3}),
+        "embedding of another width": (
+            "OPTConfig",
+            {**SIZES, "ffn_dim": 20, "word_embed_proj_dim": 16, "max_position_embeddings": 32, "dropout": 0.0},
+        ),
+    }
+)
+
+
+def built(family: str, *, on_meta: bool = False) -> nn.Module:
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, name)(**settings)
+    torch.manual_seed(5)
+    with torch.device("meta" if on_meta else "cpu"):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return model
+
+
+def micro_batch(draw: torch.Generator) -> Batch:
+    tokens = torch.randint(3, WORDS, (2, LENGTH), generator=draw)
+    labels = torch.where(torch.rand(2, LENGTH, generator=draw) < 0.2, IGNORED, tokens)
+    return {"input_ids": tokens, "labels": labels}
+
+
+class Whole(nn.Module):
+    """A model as its authors call it, with the loss in float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits, labels = self.model(batch["input_ids"], use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total, (labels != IGNORED).sum()
+
+
+def case_of(family: str) -> Case:
+    return Case(lambda: [Whole(built(family))], None, micro_batch)
+
+
+@cache
+def plain(family: str) -> Trained:
+    return plainly_trained(case_of(family))
+
+
+def trained(rank: int, family: str, layouts: list[dict[str, Any]]) -> list[Trained]:
+    return [trained_with(family, layout) for layout in layouts]
+
+
+def trained_with(family: str, layout: Mapping[str, Any]) -> Trained:
+    case, numbers = case_of(family), list[tuple[float, float]]()
+    with TemporaryDirectory() as folder:
+        disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
+        model = megazero.from_transformers(built(family))
+        with megazero.engine(model, "adamw", RATE, {**RULE, **layout, **disks}) as engine:
+            share = MICRO_BATCHES // engine.data_ranks
+            own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
+            for step in range(STEPS):
+                made = engine.step([case.micro_batch(step, number) for number in own])
+                numbers.append((float(made.loss), float(made.grad_norm)))
+            evaluated = engine.evaluate([case.micro_batch(STEPS, number) for number in own])
+            return Trained(numbers, float(evaluated), engine.state_dict())
+
+
+def require_equal(family: str, words: str, made: Trained) -> None:
+    expected = plain(family)
+    for step, (numbers, right) in enumerate(zip(made.numbers, expected.numbers, strict=True)):
+        assert numbers == pytest.approx(right, rel=EXACT), f"{family}, {words}, step {step}"
+    assert made.evaluated == pytest.approx(expected.evaluated, rel=EXACT), f"{family}, {words}"
+    values = {name.removeprefix("0.model."): value for name, value in expected.values.items()}
+    assert {*made.values} == {*values}, f"{family}, {words}: the names are those of the model"
+    for name, value in made.values.items():
+        off = (value - values[name]).abs().max().item()
+        assert off < EXACT, f"{family}, {words}, {name}"
+
+
+def layouts_of(number: int) -> list[str]:
+    """Four layouts of each family, so that all families together have all layouts."""
+    names = [*LAYOUTS]
+    return [names[(4 * number + each) % len(names)] for each in range(4)]
+
+
+def run_layouts(family: str, names: list[str]) -> None:
+    for size in sorted({LAYOUTS[name][0] for name in names}):
+        layouts = {name: LAYOUTS[name][1] for name in names if LAYOUTS[name][0] == size}
+        for made in run_ranks(size, trained, family, [*layouts.values()]):
+            for words, own in zip(layouts, made, strict=True):
+                require_equal(family, words, own)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_as_in_plain_torch(family: str) -> None:
+    run_layouts(family, layouts_of([*FAMILIES].index(family)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_trains_as_in_plain_torch(family: str) -> None:
+    run_layouts(family, [name for name in LAYOUTS if name not in layouts_of([*FAMILIES].index(family))])
+
+
+def exported(rank: int, family: str, folder: str) -> float:
+    """Train a model that is built on the meta device for a step, export it, and evaluate."""
+    case, model = case_of(family), built(family, on_meta=True)
+    torch.manual_seed(11)
+    with megazero.engine(megazero.from_transformers(model), "adamw", RATE, {**RULE, "pp": 2}) as engine:
+        engine.step(case.micro_batch(0, 0))
+        engine.export(Path(folder) / "model.safetensors")
+        return float(engine.evaluate(case.micro_batch(1, 0)))
+
+
+@pytest.mark.parametrize("family", ["cohere", "windows", "experts"])
+def test_a_model_on_the_meta_device_is_trained_and_opened_by_transformers(family: str, tmp_path: Path) -> None:
+    losses = run_ranks(2, exported, family, str(tmp_path))
+    built(family).config.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, experts_implementation="eager"
+    )
+    with torch.no_grad():
+        total, number = Whole(opened)(case_of(family).micro_batch(1, 0))
+    assert losses == [pytest.approx(float(total / number), rel=EXACT)] * 2
+    assert 3.5 < losses[0] < 4.8, "the beginning is that of the family: nothing is known of the words"
+
+
+WRONG: Mapping[str, tuple[Callable[[], Any], str]] = MappingProxyType(
+    {
+        "no model": (lambda: nn.Linear(2, 2), "Linear has its layers at an unknown place: say layers=; it has no list"),
+        "a wrong place": (
+            lambda: (built("cohere"), "model.blocks"),
+            "model.blocks of CohereForCausalLM is NoneType: a ModuleList",
+        ),
+        "no embedding": (lambda: (nn.ModuleDict({"a": nn.ModuleList(mlp_layers())}), "a"), "no get_input_embeddings"),
+    }
+)
+
+
+def mlp_layers() -> list[nn.Module]:
+    return [nn.Linear(3, 3), nn.Linear(3, 3)]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_cut_is_named(name: str) -> None:
+    make, told = WRONG[name]
+    given = make()
+    model, layers = given if isinstance(given, tuple) else (given, None)
+    with pytest.raises(ValueError, match=told):
+        megazero.from_transformers(model, layers=layers)
+
+
+def test_a_micro_batch_without_labels_is_named() -> None:
+    with megazero.engine(megazero.from_transformers(built("cohere")), run=RULE) as engine:
+        tokens = torch.ones(1, 4, dtype=torch.long)
+        with pytest.raises(ValueError, match="the micro-batch has no 'labels': it has input_ids"):
+            engine.step({"input_ids": tokens})
+        with pytest.raises(ValueError, match="the micro-batch has no 'input_ids': it has labels"):
+            engine.step({"labels": tokens})
