@@ -7,13 +7,10 @@ schedules. They know nothing of GPT.
 from __future__ import annotations
 
 import json
-import math
 import os
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,17 +20,24 @@ from torch import Tensor, nn
 from megazero.checkpoint.agreement import attempt_on_all_ranks, raise_on_all_ranks
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
-from megazero.config.source import ConfigError
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.launch import world_of
 from megazero.mpu import collectives
 from megazero.mpu.bundle import MessageSpec
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
-from megazero.mpu.parameter import Parameter, spec_of
+from megazero.mpu.parameter import spec_of
 from megazero.optim.loss_scale import LossScaler
-from megazero.own.model import BatchTensors, Model, OwnUnit
+from megazero.own.model import Model, OwnUnit
 from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
+from megazero.own.refusals import (
+    GivenBatches,
+    TrainedParameters,
+    learning_rate,
+    micro_batches,
+    require_alike,
+    require_same_batches,
+)
 from megazero.own.saved import OwnCheckpoints, require_names
 from megazero.own.settings import run_of
 from megazero.own.stage import OwnBatch, boundaries, buffer_dtype, shapes_of
@@ -49,8 +53,6 @@ from megazero.zero.optimizer import OwedStepEnd, ShardedOptimizer, TrainingStepE
 from megazero.zero.state import ModelState
 
 FILLED = ("weight",)
-GivenBatches = Sequence[BatchTensors] | BatchTensors
-"""Micro-batches, or one."""
 
 
 class StepResult(NamedTuple):
@@ -77,13 +79,18 @@ class Engine:
                            of a part take the same
     """
 
-    def __init__(self, model: Model, run: Run, lr: float, grid: ProcessGrid, files: StateFiles | None) -> None:
+    def __init__(
+        self, model: Model, run: Run, lr: float, grid: ProcessGrid, files: StateFiles | None, contexts: ExitStack
+    ) -> None:
+        """contexts: of the process groups and files, which the engine takes over and ends."""
         self.run, self.lr, self.grid = run, lr, grid
-        self._ends = ExitStack()
         self.dtype = compute_dtype(run.optimizer.precision)
         self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
-        self._require_alike(structure_digest(model), "have other models: other units, names, shapes or dtypes")
-        self._require_alike(values_digest(model), "begin with other values: seed torch alike on all of them")
+        digests = {
+            "have other models: other units, names, shapes or dtypes": structure_digest(model),
+            "begin with other values: seed torch alike on all of them": values_digest(model),
+        }
+        require_alike(digests, grid)
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
         self.stages = placed.stages
@@ -98,12 +105,10 @@ class Engine:
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
         self._engines: dict[Any, PipelineEngine] = {}
         """By the shapes of micro-batches."""
-        self._trained = {spec_of(each).name: each for each in self._parameters() if each.requires_grad}
-        self._frozen = {spec_of(each).name: each for each in self._parameters() if not each.requires_grad}
-        self._unreached = set() if model.unused else {*self._trained}
-        """Trained parameters that no gradient has reached yet."""
-        for name in self._unreached:
-            self._trained[name].register_post_accumulate_grad_hook(_Reached(self._unreached, name))
+        self._trained = TrainedParameters(self._units(), unused=model.unused)
+        self._ends = contexts.pop_all()
+        # where nobody closes the engine, its files go with the engine, or with the process
+        self._leaves = weakref.finalize(self, _leave, self._ends)
 
     # --- how it is built -------------------------------------------------------------------------------------------
 
@@ -122,17 +127,9 @@ class Engine:
         self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
         values.forget()
 
-    def _require_alike(self, digest: int, what: str) -> None:
-        """Raise ConfigError on all ranks if ranks have other digests. A collective of all ranks."""
-        both = torch.tensor([digest, -digest], dtype=torch.float64, device=self.grid.device)
-        collectives.all_reduce(both, self.grid.world, "max").wait()
-        if both.sum().item():
-            raise ConfigError([f"the ranks {what}"])
-
-    def _parameters(self) -> list[Parameter]:
-        """Those of this rank's units, each once."""
-        every = (parameter for stage in self.stages for unit in stage.units() for parameter in unit.parameters())
-        return [*{id(each): each for each in every if isinstance(each, Parameter)}.values()]
+    def _units(self) -> list[OwnUnit]:
+        """This rank's, in forward order of its chunks."""
+        return [unit for stage in self.stages for unit in stage.units() if isinstance(unit, OwnUnit)]
 
     # --- how it is used --------------------------------------------------------------------------------------------
 
@@ -145,11 +142,10 @@ class Engine:
 
         A collective of all ranks. Raises ValueError with a unit's name for what the unit returns.
         """
-        self._require_grads_as_before()
-        self.lr = self.lr if lr is None else _rate(lr)
-        micro_batches = self._micro_batches(batches)
-        self._require_same_batches(micro_batches)
-        engine = self._engine(micro_batches[0])
+        self._trained.require_as_before()
+        self.lr = self.lr if lr is None else learning_rate(lr)
+        taken = self._taken(batches)
+        engine = self._engine(taken[0])
         for stage in self.stages:
             stage.counted.zero_()
         scale = self.scaler.scale
@@ -168,8 +164,8 @@ class Engine:
             stops=lambda: False,
             values=owed,
         )
-        engine.train(micro_batches, scale, end, owed=owed is not None)
-        self._require_reached()
+        engine.train(taken, scale, end, owed=owed is not None)
+        self._trained.require_reached()
         if self.run.parallel.late_update and end.values is not None:
             self.state.owed.leave(end.values, self._settle)
         self.optimizer.end_step(end.bad)
@@ -177,59 +173,16 @@ class Engine:
         self.steps += 1
         return StepResult(end.loss_sum / end.all_tokens, end.grad_norm, end.bad)
 
-    def _require_same_batches(self, batches: Sequence[OwnBatch]) -> None:
-        """Raise ConfigError on all ranks if some have other numbers of micro-batches, or stages of a pipeline other
-        shapes. Otherwise ranks would wait for each other, or take messages of other lengths.
-
-        A collective of all ranks, for which the host waits: without it no rank knows what another one has been given.
-        """
-        digest = zlib.crc32(repr(shapes_of(batches[0].tensors)).encode())
-        of_stages = torch.tensor([digest, -digest], dtype=torch.float64, device=self.grid.device)
-        collectives.all_reduce(of_stages, self.grid.pp, "max").wait()
-        number = of_stages.new_tensor([len(batches), -len(batches)])
-        both = torch.cat([number, of_stages.sum(0, keepdim=True)])
-        collectives.all_reduce(both, self.grid.world, "max").wait()
-        most, least, apart = both.tolist()
-        if most != -least:
-            raise ConfigError(
-                [f"the ranks take other numbers of micro-batches in a step: from {-least:.0f} to {most:.0f}"]
-            )
-        if apart:
-            raise ConfigError(["the stages of a pipeline take micro-batches of other names, shapes or dtypes"])
-
-    def _require_grads_as_before(self) -> None:
-        """Raise ValueError if somebody has begun or ceased to train a parameter."""
-        for named, is_trained in ((self._trained, True), (self._frozen, False)):
-            for name, parameter in named.items():
-                if parameter.requires_grad != is_trained:
-                    raise ValueError(
-                        f"requires_grad of {name} is {parameter.requires_grad} now: an engine keeps memory for what is "
-                        "trained when it is made"
-                    )
-
-    def _require_reached(self) -> None:
-        """Raise ValueError behind the first step if a trained parameter had no gradient in it."""
-        if self._unreached:
-            name = next(name for name in self._trained if name in self._unreached)
-            placed = zip(self._placed.units, self._placed.inventory, strict=True)
-            unit = next(unit for unit, parameters in placed if name in {each.name for each in parameters})
-            own = name.removeprefix(unit.prefix)
-            raise ValueError(
-                f"no gradient reaches parameter {own} of unit {unit.name!r}: the loss does not depend on it. Freeze it "
-                "(requires_grad_(False)), or say unused=True of the model"
-            )
-
     @torch.no_grad()
     def evaluate(self, batches: GivenBatches) -> Tensor:
         """The mean loss of micro-batches, as of `step`, with the modules in evaluation mode. A collective of all
         ranks.
         """
-        micro_batches = self._micro_batches(batches)
-        self._require_same_batches(micro_batches)
-        engine = self._engine(micro_batches[0])
+        taken = self._taken(batches)
+        engine = self._engine(taken[0])
         for stage in self.stages:
             stage.counted.zero_()
-        loss = engine.evaluate(micro_batches)
+        loss = engine.evaluate(taken)
         reports = engine.has_loss
         total, number = self._reduce(loss if reports else 0.0, self.stages[-1].counted if reports else 0.0)
         return total / number
@@ -237,21 +190,11 @@ class Engine:
     def _settle(self, values: UpdateValues) -> None:
         next(iter(self._engines.values())).settle(OwedStepEnd(self.optimizer, values))
 
-    def _micro_batches(self, batches: GivenBatches) -> list[OwnBatch]:
-        given: Sequence[Any] = list(batches) if isinstance(batches, list | tuple) else [batches]
-        if not given:
-            raise ValueError("batches is empty: a step has one micro-batch at least")
-        for number, batch in enumerate(given):
-            if not isinstance(batch, Mapping):
-                kind = type(batch).__name__
-                raise ValueError(f"micro-batch {number} is {kind}: a mapping from names to tensors is needed")
-            wrong = [name for name, tensor in batch.items() if not isinstance(tensor, Tensor)]
-            if wrong:
-                raise ValueError(f"micro-batch {number} has {wrong[0]!r}, which is no tensor")
-            if shapes_of(batch) != shapes_of(given[0]):
-                raise ValueError(f"micro-batch {number} has other names, shapes or dtypes than the first of the step")
-        device = self.grid.device
-        return [OwnBatch({name: tensor.to(device) for name, tensor in batch.items()}) for batch in given]
+    def _taken(self, batches: GivenBatches) -> list[OwnBatch]:
+        """This rank's micro-batches on the device, for which the ranks have compared what each was given."""
+        taken = micro_batches(batches, self.grid.device)
+        require_same_batches(taken, self.grid)
+        return taken
 
     def _engine(self, batch: OwnBatch) -> PipelineEngine:
         """The engine for micro-batches of these shapes."""
@@ -275,8 +218,7 @@ class Engine:
         ranks.
         """
         with self.state.reading():
-            units = [unit for stage in self.stages for unit in stage.units()]
-            mine = (parameter for unit in units for parameter in unit.parameters())
+            mine = (parameter for unit in self._units() for parameter in unit.parameters())
             yield {spec_of(parameter).name: parameter.detach() for parameter in mine}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -374,10 +316,8 @@ class Engine:
         """Set frozen parameters and buffers to what a checkpoint has."""
         every = (named for unit in self._placed.units for named in unit.tensors())
         require_names(read, {name: tensor.shape for name, tensor in every if _is_untrained(tensor)})
-        here = [unit for stage in self.stages for unit in stage.units()]
         self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype))
-        for unit in here:
-            assert isinstance(unit, OwnUnit)
+        for unit in self._units():
             for name, tensor in unit.tensors():
                 if not isinstance(tensor, nn.Parameter):
                     tensor.copy_(read[name])
@@ -387,13 +327,6 @@ class Engine:
         self.state.tiers.close(remove=True)
         self._leaves.detach()
         self._ends.close()
-
-    def ends(self, contexts: ExitStack) -> None:
-        """Have `close` end these contexts: process groups and files. Where nobody closes the engine, its files go with
-        it, or with the process.
-        """
-        self._ends = contexts
-        self._leaves = weakref.finalize(self, _leave, contexts)
 
     def __enter__(self) -> Engine:
         return self
@@ -410,23 +343,6 @@ def _leave(contexts: ExitStack) -> None:
     """Remove the files of an engine that nobody closes. Waits for no other rank, which may be gone."""
     with suppress(GeneratorExit):
         contexts.__exit__(GeneratorExit, GeneratorExit(), None)
-
-
-def _rate(lr: float) -> float:
-    """A learning rate. Raises ValueError for what is none."""
-    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 <= lr < math.inf:
-        raise ValueError(f"lr is {lr!r}: a number from 0 on is needed")
-    return float(lr)
-
-
-class _Reached:
-    """A hook of a parameter, which is told once of its gradient."""
-
-    def __init__(self, unreached: set[str], name: str) -> None:
-        self._unreached, self._name = unreached, name
-
-    def __call__(self, parameter: Tensor) -> None:
-        self._unreached.discard(self._name)
 
 
 def _is_untrained(tensor: Tensor) -> bool:
@@ -449,12 +365,10 @@ def engine(model: Model, optimizer: str = "adamw", lr: float = 1e-3, run: Mappin
     meeting = rendezvous()
     environment = meeting.environment
     rate, resolved = result_on_all_ranks(
-        lambda: (_rate(lr), run_of(run or {}, optimizer, model, environment.world_size)), meeting
+        lambda: (learning_rate(lr), run_of(run or {}, optimizer, model, environment.world_size)), meeting
     )
     with ExitStack() as opened:
         world = world_of(resolved, environment)
         grid = opened.enter_context(process_groups(world, meeting, resolved.parallel))
         files = opened.enter_context(state_files(resolved, grid, None, StopSignals()))
-        made = Engine(model, resolved, rate, grid, files)
-        made.ends(opened.pop_all())
-        return made
+        return Engine(model, resolved, rate, grid, files, opened)

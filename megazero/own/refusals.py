@@ -1,0 +1,126 @@
+"""What an engine refuses: of its ranks that they differ, of a program what it hands over, of parameters that training
+does not reach them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config.source import ConfigError
+from megazero.mpu import collectives
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.parameter import Parameter, spec_of
+from megazero.own.model import BatchTensors, OwnUnit
+from megazero.own.stage import OwnBatch, shapes_of
+
+GivenBatches = Sequence[BatchTensors] | BatchTensors
+"""Micro-batches, or one."""
+
+
+def learning_rate(lr: float) -> float:
+    """A learning rate. Raises ValueError for what is none."""
+    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 <= lr < math.inf:
+        raise ValueError(f"lr is {lr!r}: a number from 0 on is needed")
+    return float(lr)
+
+
+def micro_batches(batches: GivenBatches, device: torch.device) -> list[OwnBatch]:
+    """The micro-batches that a program hands over, on a device. Raises ValueError with the number of a wrong one."""
+    given: Sequence[Any] = list(batches) if isinstance(batches, list | tuple) else [batches]
+    if not given:
+        raise ValueError("batches is empty: a step has one micro-batch at least")
+    for number, batch in enumerate(given):
+        if not isinstance(batch, Mapping):
+            kind = type(batch).__name__
+            raise ValueError(f"micro-batch {number} is {kind}: a mapping from names to tensors is needed")
+        wrong = [name for name, tensor in batch.items() if not isinstance(tensor, Tensor)]
+        if wrong:
+            raise ValueError(f"micro-batch {number} has {wrong[0]!r}, which is no tensor")
+        if shapes_of(batch) != shapes_of(given[0]):
+            raise ValueError(f"micro-batch {number} has other names, shapes or dtypes than the first of the step")
+    return [OwnBatch({name: tensor.to(device) for name, tensor in batch.items()}) for batch in given]
+
+
+def require_alike(digests: Mapping[str, int], grid: ProcessGrid) -> None:
+    """Raise ConfigError on all ranks if ranks have other digests.
+
+    digests: by the words that say what ranks do where they differ. A collective of all ranks: one all-reduce.
+    """
+    both = [signed for digest in digests.values() for signed in (digest, -digest)]
+    most = torch.tensor(both, dtype=torch.float64, device=grid.device)
+    collectives.all_reduce(most, grid.world, "max").wait()
+    for words, apart in zip(digests, most.view(-1, 2).sum(1).tolist(), strict=True):
+        if apart:
+            raise ConfigError([f"the ranks {words}"])
+
+
+def require_same_batches(batches: Sequence[OwnBatch], grid: ProcessGrid) -> None:
+    """Raise ConfigError on all ranks if some have other numbers of micro-batches, or stages of a pipeline other
+    shapes. Otherwise ranks would wait for each other, or take messages of other lengths.
+
+    A collective of all ranks, for which the host waits: without it no rank knows what another one has been given.
+    """
+    digest = zlib.crc32(repr(shapes_of(batches[0].tensors)).encode())
+    of_stages = torch.tensor([digest, -digest], dtype=torch.float64, device=grid.device)
+    collectives.all_reduce(of_stages, grid.pp, "max").wait()
+    number = of_stages.new_tensor([len(batches), -len(batches)])
+    both = torch.cat([number, of_stages.sum(0, keepdim=True)])
+    collectives.all_reduce(both, grid.world, "max").wait()
+    most, least, apart = both.tolist()
+    if most != -least:
+        raise ConfigError([f"the ranks take other numbers of micro-batches in a step: from {-least:.0f} to {most:.0f}"])
+    if apart:
+        raise ConfigError(["the stages of a pipeline take micro-batches of other names, shapes or dtypes"])
+
+
+class TrainedParameters:
+    """Which parameters of a rank's units are trained, and which of these no gradient has reached yet.
+
+    unused: whether a parameter may go without a gradient
+    """
+
+    def __init__(self, units: Iterable[OwnUnit], *, unused: bool) -> None:
+        self._units = list(units)
+        every = (each for unit in self._units for each in unit.parameters() if isinstance(each, Parameter))
+        named = {spec_of(each).name: each for each in every}
+        self._is_trained = {name: each.requires_grad for name, each in named.items()}
+        self._named = named
+        self._unreached = set() if unused else {name for name, is_trained in self._is_trained.items() if is_trained}
+        for name in self._unreached:
+            named[name].register_post_accumulate_grad_hook(_GradientSeen(self._unreached, name))
+
+    def require_as_before(self) -> None:
+        """Raise ValueError if somebody has begun or ceased to train a parameter."""
+        for name, parameter in self._named.items():
+            if parameter.requires_grad != self._is_trained[name]:
+                raise ValueError(
+                    f"requires_grad of {name} is {parameter.requires_grad} now: an engine keeps memory for what is "
+                    "trained when it is made"
+                )
+
+    def require_reached(self) -> None:
+        """Raise ValueError behind the first step if a trained parameter had no gradient in it."""
+        for unit in self._units if self._unreached else ():
+            for own, parameter in unit.module.named_parameters():
+                if isinstance(parameter, Parameter) and spec_of(parameter).name in self._unreached:
+                    raise ValueError(
+                        f"no gradient reaches parameter {own} of unit {unit.name!r}: the loss does not depend on it. "
+                        "Freeze it (requires_grad_(False)), or say unused=True of the model"
+                    )
+
+
+class _GradientSeen:
+    """A hook of a parameter, which is told once of its gradient."""
+
+    def __init__(self, unreached: set[str], name: str) -> None:
+        self._unreached, self._name = unreached, name
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._unreached.discard(self._name)
