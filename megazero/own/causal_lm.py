@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.own.model import BatchTensors, Model
+from megazero.own.stage import kept_generators
 
 INPUT, LABELS = "input_ids", "labels"
 """Tensors of a micro-batch, [b, s]. The label of a token is the token behind it: the model's own rule."""
@@ -116,7 +117,8 @@ class Skeleton:
                 calls.append(call)
                 return given
 
-            with torch.no_grad():
+            # the layer draws the same whether or not another layer had this done before
+            with torch.no_grad(), kept_generators(hidden.device):
                 self._hollow(batch, hidden, [note] * len(self.layers), {*self.after.values()})
             if len(calls) != len(self.layers):
                 raise ValueError(

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,7 +195,8 @@ class Engine:
         """This rank's micro-batches on the device, for which the ranks have compared what each was given."""
         taken = micro_batches(batches, self.grid.device)
         require_same_batches(taken, self.grid)
-        return taken
+        when, first = f"{self.run.data.seed} {self.steps}", self.data_rank * len(taken)
+        return [replace(batch, draws=f"{when} {number}") for number, batch in enumerate(taken, first)]
 
     def _engine(self, batch: OwnBatch) -> PipelineEngine:
         """The engine for micro-batches of these shapes."""

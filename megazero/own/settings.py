@@ -18,7 +18,7 @@ from megazero.pipeline.partition import partition
 
 USED = frozenset(
     """
-    pp virtual_stages pipeline_schedule partition device backend distributed_timeout_minutes
+    seed pp virtual_stages pipeline_schedule partition device backend distributed_timeout_minutes
     recompute_granularity zero_stage zero_shard_size bucket_size overlap late_update grad_reduce_dtype
     zero3_gathered_bytes zero3_regather zero3_persist_below
     offload_optimizer offload_gradients offload_params nvme_path nvme_buffer_bytes micro_batch_order vertical_group_size

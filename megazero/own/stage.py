@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,14 @@ PLAIN = tuple, dict
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A micro-batch. loss_factor: 0-dim, the gradient with which the backward of the summed loss starts."""
+    """A micro-batch.
+
+    draws        words that name this micro-batch among all of a run. What a unit draws at random depends on them
+    loss_factor  0-dim: the gradient with which the backward of the summed loss starts
+    """
 
     tensors: Mapping[str, Tensor]
+    draws: str = ""
     loss_factor: Tensor | None = None
 
 
@@ -69,14 +75,22 @@ class OwnStage(nn.Module):
             again = self.computes_again and torch.is_grad_enabled() and not is_last
             versions = _versions(self._kept(unit, hidden if again else None, batch.tensors))
             with _named(unit):
-                if again:
-                    made = checkpoint(unit, hidden, batch.tensors, use_reentrant=False)
+                if again:  # draws what it has drawn by its seed, not by torch's states
+                    made = checkpoint(self._made, unit, hidden, batch, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    made = unit(hidden, batch.tensors)
+                    made = self._made(unit, hidden, batch)
             _require_kept(unit, self._kept(unit, hidden if again else None, batch.tensors), versions)
             hidden = self._loss(unit, made) if is_last else as_bundle(unit, made)
         assert hidden is not None
         return hidden
+
+    def _made(self, unit: OwnUnit, hidden: Bundle | None, batch: OwnBatch) -> Any:
+        """What a unit returns. Its draws (dropout) are those of its name and of the micro-batch, on whichever rank it
+        is, and leave no trace in torch's generators.
+        """
+        with kept_generators(self.counted.device):
+            torch.manual_seed(zlib.crc32(f"{batch.draws} {unit.name}".encode()))
+            return unit(hidden, batch.tensors)
 
     def _kept(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors) -> dict[str, Tensor]:
         """By words, what a unit may not change. hidden: its input, if a backward computes the unit again."""
@@ -91,6 +105,13 @@ class OwnStage(nn.Module):
         total, number = loss_of(unit, made)
         self.counted += number
         return total
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """A context behind which torch's generators of the host and of a device are as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STEPS, MICRO_BATCHES, RATE, DECAY, CLIP = 10, 4, 1e-2, 0.1, 0.7
-BETAS, EPSILON = (0.9, 0.95), 1e-8
+BETAS, EPSILON, SEED = (0.9, 0.95), 1e-8, 1234
 Batch = dict[str, Tensor]
 
 
@@ -149,7 +150,7 @@ class FirstToken(nn.Module):
 
 
 def vision() -> list[nn.Module]:
-    layers = [nn.TransformerEncoderLayer(12, 3, 20, 0.0, batch_first=True, norm_first=True) for _ in range(3)]
+    layers = [nn.TransformerEncoderLayer(12, 3, 20, 0.2, batch_first=True, norm_first=True) for _ in range(3)]
     return [Patches(), *layers, FirstToken()]
 
 
@@ -279,11 +280,13 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def whole_loss(case: Case, units: Sequence[nn.Module], batch: Batch) -> tuple[Tensor, Any]:
-    hidden = units[0](batch)
-    for unit in units[1:]:
-        takes_batch = isinstance(unit, Target | Words)
-        hidden = unit(hidden, batch) if takes_batch else unit(hidden)
+def whole_loss(case: Case, units: Sequence[nn.Module], step: int, number: int) -> tuple[Tensor, Any]:
+    """Of a micro-batch. Each unit draws as docs/how-to/own-model.md says."""
+    batch = case.micro_batch(step, number)
+    hidden: Any = batch
+    for at, unit in enumerate(units):
+        torch.manual_seed(zlib.crc32(f"{SEED} {step} {number} {at}".encode()))
+        hidden = unit(hidden, batch) if isinstance(unit, Target | Words) else unit(hidden)
     return hidden if case.loss is None else case.loss(hidden, batch)
 
 
@@ -306,7 +309,7 @@ def plainly_trained(case: Case) -> Trained:
         optimizer.zero_grad()
         total, count = 0.0, 0.0
         for number in range(MICRO_BATCHES):
-            loss, counted = whole_loss(case, list(units), case.micro_batch(step, number))
+            loss, counted = whole_loss(case, list(units), step, number)
             loss.backward()
             total, count = total + loss.item(), count + float(counted)
         for parameter in trained:
@@ -319,6 +322,6 @@ def plainly_trained(case: Case) -> Trained:
         numbers.append((total / count, float(norm)))
     units.eval()
     with torch.no_grad():
-        losses = [whole_loss(case, list(units), case.micro_batch(STEPS, number)) for number in range(MICRO_BATCHES)]
+        losses = [whole_loss(case, list(units), STEPS, number) for number in range(MICRO_BATCHES)]
     evaluated = sum(float(loss) for loss, _ in losses) / sum(float(counted) for _, counted in losses)
     return Trained(numbers, evaluated, {name: value.detach().clone() for name, value in units.state_dict().items()})

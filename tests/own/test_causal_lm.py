@@ -64,6 +64,15 @@ def built(family: str, *, on_meta: bool = False) -> nn.Module:
     return model
 
 
+def with_dropout(family: str) -> nn.Module:
+    """A model whose embeddings, attention and layers drop."""
+    model = built(family)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    return model
+
+
 def micro_batch(draw: torch.Generator) -> Batch:
     tokens = torch.randint(3, WORDS, (2, LENGTH), generator=draw)
     labels = torch.where(torch.rand(2, LENGTH, generator=draw) < 0.2, IGNORED, tokens)
@@ -96,11 +105,11 @@ def trained(rank: int, family: str, layouts: list[dict[str, Any]]) -> list[Train
     return [trained_with(family, layout) for layout in layouts]
 
 
-def trained_with(family: str, layout: Mapping[str, Any]) -> Trained:
+def trained_with(family: str, layout: Mapping[str, Any], build: Callable[[str], nn.Module] = built) -> Trained:
     case, numbers = case_of(family), list[tuple[float, float]]()
     with TemporaryDirectory() as folder:
         disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
-        model = megazero.from_transformers(built(family))
+        model = megazero.from_transformers(build(family))
         with megazero.engine(model, "adamw", RATE, {**RULE, **layout, **disks}) as engine:
             share = MICRO_BATCHES // engine.data_ranks
             own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
@@ -146,6 +155,21 @@ def test_families_train_as_in_plain_torch(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_trains_as_in_plain_torch(family: str) -> None:
     run_layouts(family, [name for name in LAYOUTS if name not in layouts_of([*FAMILIES].index(family))])
+
+
+def dropped(rank: int, family: str, layouts: list[dict[str, Any]]) -> list[Trained]:
+    return [trained_with(family, layout, with_dropout) for layout in layouts]
+
+
+def test_dropout_is_the_same_in_every_layout() -> None:
+    """What a layer drops does not depend on the layers that its rank has, nor on a second forward of it."""
+    names = "zero-2", "pp 2", "interleaved"
+    expected = trained_with("gptj", {}, with_dropout)
+    assert expected.numbers[0] != pytest.approx(plain("gptj").numbers[0], rel=1e-4), "something is dropped"
+    for made in run_ranks(2, dropped, "gptj", [LAYOUTS[name][1] for name in names]):
+        for name, layout in zip(names, made, strict=True):
+            for step, (numbers, right) in enumerate(zip(layout.numbers, expected.numbers, strict=True)):
+                assert numbers == pytest.approx(right, rel=EXACT), f"{name}, step {step}"
 
 
 def exported(rank: int, family: str, folder: str) -> float:
