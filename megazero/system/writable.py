@@ -13,7 +13,7 @@ def closed(folder: str) -> str | None:
     """Why this folder, which may not exist yet, cannot be written into, by what its file system says; None if no
     reason is found.
     """
-    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
+    there = _nearest(folder)
     if not os.path.isdir(there):
         return f"{there} is no folder"
     system = os.statvfs(there)
@@ -29,6 +29,11 @@ def closed(folder: str) -> str | None:
     return None if system.f_bavail else f"the file system of {there} is full: 0 of its bytes are free"
 
 
+def _nearest(folder: str) -> str:
+    """This folder, or the nearest above it that is there."""
+    return next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
+
+
 def _takes_no_folder(place: str) -> str | None:
     """Why no folder can be made in a place whose file system does not say how large it is, as /proc does not; a file
     system in memory may not say either, so the answer is a trial.
@@ -41,7 +46,8 @@ def _takes_no_folder(place: str) -> str | None:
 
 
 def why_not_replaced(path: Path, kind: str, within: int, noun: str) -> str | None:
-    """Why a file may not be written to this path; None if nothing is there but an earlier file of the same kind.
+    """Why a file may not be written to this path; None if nothing is there but an earlier file of the same kind, and a
+    trial shows that its folder takes files. Of a folder that is not made yet the nearest one above it is tried.
 
     kind: words that stand in the first `within` bytes of every such file. noun: what such a file is. Raises OSError
     where the file cannot be read.
@@ -49,9 +55,16 @@ def why_not_replaced(path: Path, kind: str, within: int, noun: str) -> str | Non
     if path.is_dir():
         return "is a folder; name a file"
     if not path.exists():
-        return "is a link, and nothing is where it leads" if path.is_symlink() else None
-    if not path.is_file():  # a pipe or a device, which would be waited for or replaced
+        if path.is_symlink():
+            return "is a link, and nothing is where it leads"
+    elif not path.is_file():  # a pipe or a device, which would be waited for or replaced
         return "is no regular file; name a file"
-    with open(path, "rb") as file:
-        is_alike = kind.encode() in file.read(within)
-    return None if is_alike else f"is there already and is no {noun}; name another file"
+    else:
+        with open(path, "rb") as file:
+            if kind.encode() not in file.read(within):
+                return f"is there already and is no {noun}; name another file"
+    try:
+        with tempfile.TemporaryFile(dir=_nearest(os.path.dirname(os.path.realpath(path)))):
+            return None
+    except OSError as error:
+        return f"its folder takes no file: {error.strerror}"

@@ -138,6 +138,17 @@ def test_a_file_of_flags_replaces_files_of_runs_only(capsys: pytest.CaptureFixtu
     assert plan(f"{words} --emit-flags {file}", capsys)[0] == plan(f"{words} --emit-flags {file}", capsys)[0] == 0
 
 
+@pytest.mark.parametrize(
+    "place", ["--report /proc/plan.html", "--report /proc/a/b.html", "--emit-flags /proc/plan.yaml"]
+)
+def test_a_folder_that_takes_no_file_is_told_before_the_search(
+    place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("megazero.plan.cluster.layout_search.LayoutSearch.run")
+    status, out, err = plan(f"{MODEL} {CLUSTER} {place}", capsys)
+    assert (status, out) == (2, "") and f"{place}: its folder takes no file" in err
+
+
 def test_what_is_fixed_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(f"{MODEL} {CLUSTER} --tp 2 --pp 1 --emit-flags", capsys)[1]
     assert out.count("--tp 2") == out.count("--pp 1") == out.count("--micro-batch-size") == 1

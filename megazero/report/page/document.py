@@ -120,7 +120,9 @@ def _static(names: tuple[str, ...]) -> str:
 
 
 def require_place(output: Path, flag: str) -> None:
-    """Raise FileExistsError if a page may not be written there: something else than an earlier page is there."""
+    """Raise FileExistsError if a page may not be written there: something else than an earlier page is there, or the
+    folder takes no file.
+    """
     if (wrong := why_not_replaced(output, KIND, HEAD, "page of megazero")) is not None:
         raise FileExistsError(f"{flag} {output}: {wrong}")
 
@@ -131,5 +133,5 @@ def write_page(output: Path, flag: str, page: str) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
         replace_file(Path(os.path.realpath(output)), page.encode(), uuid4().hex)
-    except OSError as error:  # the name in it is that of a file which takes the page's place when it is whole
+    except OSError as error:  # as of a full disk; it names the unfinished file, which takes the page's place
         raise OSError(f"{flag} {output}: is not written: {error.strerror}") from error
