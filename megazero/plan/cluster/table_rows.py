@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -109,9 +109,7 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     """The run of a row. Raises ConfigError for one without what `NEEDED` names."""
     if more := [cell for cell in (row.get(None) or []) if cell.strip()]:  # type: ignore[call-overload]
         raise ConfigError([f"a row has {len(more)} cells more than there are names: {', '.join(more)}"])
-    said = {name: value for name, columns in COLUMNS.items() if (value := _cell(row, columns))}
-    if twice := [each for each in COLUMNS.values() if len({_cell(row, (column,)) for column in each} - {""}) > 1]:
-        raise ConfigError([f"columns {' and '.join(names)} say different things" for names in _given(row, twice)])
+    said = _said(row)
     if missing := missing_columns([column for name in said for column in COLUMNS[name]]):
         raise ConfigError([f"a row has no {', no '.join(missing)}"])
     wrong = [*_wrong_words(said)]
@@ -149,17 +147,25 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, links, program)
 
 
-def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
-    """What the first of these columns with something says, in small letters; of a whole number its digits."""
-    value = next((value for column in columns if (value := (row.get(column) or "").strip().lower())), "")
+def _said(row: Mapping[str, str]) -> dict[str, str]:
+    """What a row says, by the names of `COLUMNS`. Raises ConfigError for columns that contradict each other."""
+    said, contradictions = dict[str, str](), list[str]()
+    for name, columns in COLUMNS.items():
+        cells = {column: cell for column in columns if (cell := _cell(row, column))}
+        if cells:
+            said[name] = next(iter(cells.values()))
+        if len({*cells.values()}) > 1:
+            contradictions.append(f"columns {' and '.join(cells)} say different things")
+    if contradictions:
+        raise ConfigError(contradictions)
+    return said
+
+
+def _cell(row: Mapping[str, str], column: str) -> str:
+    """What a column says, in small letters; of a whole number its digits."""
+    value = (row.get(column) or "").strip().lower()
     number = WHOLE_NUMBER.fullmatch(value)
     return number[1] if number else value
-
-
-def _given(row: Mapping[str, str], several: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
-    """Of each set of columns those in which a row has something."""
-    for columns in several:
-        yield [column for column in columns if _cell(row, (column,))]
 
 
 def _wrong_words(said: Mapping[str, str]) -> Iterator[str]:
@@ -175,7 +181,7 @@ def _wrong_words(said: Mapping[str, str]) -> Iterator[str]:
 
 def _is_bloom(row: Mapping[str, str]) -> bool:
     """Whether a row is of BigScience's trials: BLOOM's program on Jean Zay."""
-    return _cell(row, ("source",)).startswith("bigscience")
+    return _cell(row, "source").startswith("bigscience")
 
 
 def _is_old(said: Mapping[str, str]) -> bool:
