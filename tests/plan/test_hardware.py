@@ -29,7 +29,7 @@ gpus:
 
 def test_every_number_names_a_source_that_says_something() -> None:
     content = yaml.safe_load(OUR_FILE.read_text())
-    entries = [*content["gpus"].values(), *content["links"].values()]
+    entries = [content["defaults"], *content["gpus"].values(), *content["links"].values()]
     assert len(content["gpus"]) >= 8
     assert all(len(text) > 20 for text in content["sources"].values())
     used = set()
@@ -90,12 +90,24 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
     file.write_text(ENTRY)
     device = known_hardware(str(file)).cluster("desk", 2, None, None).device
     assert (device.memory, device.host, device.flops["bf16"]) == (16e9, 12e9, 100e12)
+    assert device.update_host is None, "a default is of our file alone"
     assert known_hardware(str(file)).device("h100") == known_hardware().device("h100")
+
+
+def test_a_default_is_of_entries_of_its_file_that_do_not_say_it(tmp_path: Path) -> None:
+    file = tmp_path / "desk.yaml"
+    file.write_text(ENTRY.replace("gpus:", "defaults: {update_host: [3e9, me], watts: [90, me]}\ngpus:"))
+    hardware, ours = known_hardware(str(file)), known_hardware()
+    assert (hardware.device("desk").update_host, hardware.device("desk").watts) == (3e9, 250)
+    assert hardware.devices.items() >= ours.devices.items()
+    assert {device.update_host for device in ours.devices.values()} == {7.5e9}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ("gpus:", "defaults: {update_host: 3e9}\ngpus:", r"desk: update_host: '3e9' is no pair of a value and its"),
+        ("gpus:", "defaults: 3\ngpus:", r"defaults: '?3'? is no table"),
         ("[16e9, me]", "16e9", r"desk: memory: '16e9' is no pair of a value and its source"),
         ("[16e9, me]", "[16 GB, me]", r"desk: memory: '16 GB' is not a number above 0"),
         ("[16e9, me]", "[-1, me]", r"desk: memory: '-1' is not a number above 0"),
@@ -103,7 +115,7 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
         ("kind: cuda", "kind: tpu", r"desk: kind: 'tpu' is neither cuda nor cpu"),
         ("{bf16: [100e12, me]}", "[100e12, me]", r"desk: flops: .* is no table of precisions"),
         ("    watts", "    wats", r"desk: there is no wats"),
-        ("gpus:", "cards:", r"is no table of sources, gpus and links"),
+        ("gpus:", "cards:", r"is no table of sources, defaults, gpus and links"),
         ("gpus:", "links: 3\ngpus:", r"links: '?3'? is no table"),
         ("[250, me]", "[250, [me]]", r"desk: watts: there is no source"),
         ("    watts", "    named: card\n    watts", r"desk: named: 'card' is no pair of a list of names"),

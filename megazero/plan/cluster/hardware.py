@@ -272,11 +272,11 @@ def _read(path: Path) -> Hardware:
         content = load_yaml(path, numbers=False)  # YAML 1.1 does not take 25e9 for a number, and people write it
     except Unreadable as reason:
         raise ConfigError([f"--hardware {reason}"]) from None
-    if not isinstance(content, dict) or not {*content} <= {"sources", "gpus", "links"}:
-        raise ConfigError([f"{named}: is no table of sources, gpus and links"])
+    if not isinstance(content, dict) or not {*content} <= {"sources", "defaults", "gpus", "links"}:
+        raise ConfigError([f"{named}: is no table of sources, defaults, gpus and links"])
     if wrong := [key for key, table in content.items() if not isinstance(table or {}, dict)]:
         raise ConfigError([f"{named}: {key}: {shown(content[key])} is no table" for key in wrong])
-    sources, problems = content.get("sources") or {}, list[str]()
+    sources, defaults, problems = content.get("sources") or {}, content.get("defaults") or {}, list[str]()
     devices, links = dict[str, Device](), dict[str, Link]()
     for table in ("gpus", "links"):
         names = Counter(str(name).lower() for name in content.get(table) or {})
@@ -284,7 +284,8 @@ def _read(path: Path) -> Hardware:
             f"{named}: {table}: {name} is there {number} times" for name, number in names.items() if number > 1
         ]
     for name, entry in (content.get("gpus") or {}).items():
-        reader = _Entry(f"{named}: gpus: {name}", entry, sources)
+        whole = {**defaults, **entry} if isinstance(entry, dict) else entry
+        reader = _Entry(f"{named}: gpus: {name}", whole, sources)
         devices[str(name).lower()] = reader.device(str(name).lower())
         problems += reader.problems
     for name, entry in (content.get("links") or {}).items():
