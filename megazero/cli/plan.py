@@ -224,7 +224,7 @@ def _parsed(run_flags: Sequence[str], kind: str) -> ParsedArguments:
 
     # an open micro-batch is searched for, and its default is no reason to refuse a global batch
     open_settings = ConfigSource("a plan", {"micro_batch_size": 1, "device": kind})
-    program = ProgramSettings(ConfigSource("a plan"), has_data=False, defaults=open_settings)
+    program = ProgramSettings(ConfigSource("a plan"), has_data=False, defaults=open_settings, whole_batches=True)
     return parse_arguments(run_flags, None, model_of, program=program)
 
 
@@ -263,7 +263,7 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
     else:
         print(plan_text(layouts, asked.costs))
         if ramp:
-            print(f"\nIts replicas do not share the sizes of the ramp; nearest: {ramp}")
+            print(f"\nThe ramp of the global batch does not fit this layout; nearest: {ramp}")
     return 0
 
 

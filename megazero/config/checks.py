@@ -18,6 +18,7 @@ class CheckContext:
     given       fields that the command line itself sets
     own_data    whether a program passes the training data, so that the run does not name any
     decided     fields whose values are not the user's, but follow from facts
+    whole_batches  whether each step is to have the whole global batch, so that a ramp to it does not matter
     """
 
     run: Run
@@ -25,6 +26,13 @@ class CheckContext:
     given: frozenset[str]
     own_data: bool = False
     decided: frozenset[str] = frozenset()
+    whole_batches: bool = False
+
+    @property
+    def ramp(self) -> tuple[int, ...] | None:
+        """START, INCREMENT and SAMPLES of the ramp that leads to the global batch; None for one of other numbers."""
+        ramp = self.run.schedule.rampup_batch_size
+        return ramp if ramp is not None and len(ramp) == 3 and not self.whole_batches else None
 
     @property
     def dp(self) -> int | None:

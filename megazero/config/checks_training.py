@@ -27,9 +27,9 @@ def _batch(context: CheckContext) -> Problems:
     uneven = f"is not a multiple of --micro-batch-size {s.micro_batch_size}{product}; nearest:"
     if s.global_batch_size % step:
         yield f"--global-batch-size {s.global_batch_size} {uneven} {nearest_multiples(s.global_batch_size, step)}"
-    if s.rampup_batch_size is None or len(s.rampup_batch_size) != 3:
+    if context.ramp is None:
         return
-    start, increment, samples = s.rampup_batch_size
+    start, increment, samples = context.ramp
     ramp = f"--rampup-batch-size {start} {increment} {samples}"
     if start % step:
         yield f"{ramp}: START {start} {uneven} {nearest_multiples(start, step)}"
@@ -40,13 +40,12 @@ def _batch(context: CheckContext) -> Problems:
 @reads("rampup_batch_size global_batch_size")
 def _ramp(context: CheckContext) -> Problems:
     ramp, full = context.run.schedule.rampup_batch_size, context.run.schedule.global_batch_size
-    if ramp is None:
-        return
-    flag = f"--rampup-batch-size {' '.join(map(str, ramp))}"
-    if len(ramp) != 3:
+    flag = f"--rampup-batch-size {' '.join(map(str, ramp or ()))}"
+    if ramp is not None and len(ramp) != 3:
         yield f"{flag}: three numbers are needed, START INCREMENT SAMPLES, not {len(ramp)}"
+    if context.ramp is None:
         return
-    start, increment, _ = ramp
+    start, increment, _ = context.ramp
     or_none = "; or --rampup-batch-size none"  # a preset may have brought the ramp
     if start > full:
         yield f"{flag} starts above --global-batch-size {full}; nearest START: {full}{or_none}"
@@ -76,7 +75,7 @@ def _report_json(context: CheckContext) -> Problems:
 @reads("train_length rampup_batch_size global_batch_size")
 def _length(context: CheckContext) -> Problems:
     s, length = context.run.schedule, context.run.schedule.train_length
-    first = s.rampup_batch_size[0] if s.rampup_batch_size else s.global_batch_size
+    first = s.global_batch_size if context.ramp is None else context.ramp[0]
     if length is not None and length.measure is Measure.SAMPLES and length.number < first:
         samples = length.behind("--train-length")
         yield f"{samples} are fewer than the first global batch has, {first}; nearest: {first}"

@@ -79,11 +79,13 @@ class ProgramSettings:
     settings  its settings, which flags override
     has_data  whether it passes the training data itself
     defaults  what it has in place of the defaults of this package, which files override too
+    whole_batches  whether it is for steps of the whole global batch alone, so that a ramp to it is not checked
     """
 
     settings: ConfigSource
     has_data: bool
     defaults: ConfigSource | None = None
+    whole_batches: bool = False
 
 
 def parse_run(
@@ -130,7 +132,7 @@ def parse_arguments(
     named = [*_sources_by_name(line.command), *([program.settings] if program else []), line.source]
     sources, contradicted, placed = with_placement(named)
     problems += contradicted
-    own_data = program is not None and program.has_data
+    own_data, whole_batches = (program.has_data, program.whole_batches) if program is not None else (False, False)
     explicit = frozenset(name for source in sources for name in source.settings)  # before defaults join the sources
     notes = [*placed, *_deepspeed_defaults(sources)]
     for source in sources:
@@ -150,7 +152,7 @@ def parse_arguments(
     bad, given = _unknown(sources), frozenset(line.source.settings)
     # From here on a setting is a field of the run, which nothing renames: search for the field to find its effect.
     run = build_run(_with_defaults(settings, world_size))
-    wrong = problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
+    wrong = problems_of(run, world_size, bad=bad, given=given, own_data=own_data, whole_batches=whole_batches)
     problems += _with_ways_to_start(wrong, run, world_size, line.command) if program is None else wrong
     problems += contradictions(model, run, bad) if model is not None and not model.unread else ()
     if problems and missing_files is not None and line.command.looks_at_files:

@@ -157,6 +157,7 @@ def problems_of(
     given: frozenset[str] = frozenset(),
     own_data: bool = False,
     decided: frozenset[str] = frozenset(),
+    whole_batches: bool = False,
     looked_at: Set[str] | None = None,
 ) -> list[str]:
     """A sentence for everything that is wrong with a run.
@@ -167,6 +168,7 @@ def problems_of(
                 file may contain settings for another precision or optimizer
     own_data    whether a program passes the training data
     decided     fields whose values are not the user's, but follow from facts
+    whole_batches  whether each step is to have the whole global batch: a ramp to it is not looked at
     looked_at   only what reads one of these fields is looked at: others are those of a run that was looked at before.
                 None: all
     """
@@ -179,7 +181,7 @@ def problems_of(
             bad.add(name)  # its number means nothing to the checks below
     if world_size is not None and world_size < 1:
         return [*problems, f"--world-size {world_size}: must be at least 1"]
-    context = CheckContext(run, world_size, given, own_data, decided)
+    context = CheckContext(run, world_size, given, own_data, decided, whole_batches)
     for check in _checks_of(None if looked_at is None else frozenset(looked_at)):
         if bad.isdisjoint(check.reads):
             problems += check.find(context)

@@ -117,6 +117,25 @@ def test_a_ramp_is_kept_with_sizes_that_the_layout_shares(capsys: pytest.Capture
     assert "--rampup-batch-size 8 8 640" in plan(f"{words} --emit-flags", capsys)[1]
 
 
+@pytest.mark.parametrize(
+    ("ramp", "kept"),
+    [("192 16 9000", None), ("4 28 640", (8, 24, 640)), ("4 5 640", (8, 8, 640)), ("32 5 640", (32, 8, 640))],
+)
+def test_a_ramp_to_another_batch_is_no_mistake_of_a_plan(
+    ramp: str, kept: tuple[int, ...] | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = MODEL.replace("--global-batch-size 16", "--global-batch-size 32")
+    words = f"{model} {CLUSTER} --tp 2 --pp 1 --micro-batch-size 4 --rampup-batch-size {ramp}"
+    file = tmp_path / "plan.yaml"
+    assert plan(f"{words} --emit-flags {file}", capsys)[0] == 0
+    of_flags = parse_run(shlex.split(plan(f"{words} --emit-flags", capsys)[1]), 4)
+    assert (
+        of_flags.schedule.rampup_batch_size == parse_run(["--config", str(file)], 4).schedule.rampup_batch_size == kept
+    )
+    word = "none" if kept is None else " ".join(map(str, kept))
+    assert f"does not fit this layout; nearest: --rampup-batch-size {word}\n" in plan(words, capsys)[1]
+
+
 def test_a_page_replaces_pages_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words, notes = f"{MODEL} {CLUSTER} --tp 2 --pp 1 --micro-batch-size 4", tmp_path / "notes.txt"
     notes.write_text("mine\n")
@@ -217,6 +236,11 @@ def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[s
             ],
         ),
         (f"{MODEL} {CLUSTER} --measured runs/x", ["--measured runs/x: goes with --report FILE.html"]),
+        (
+            f"{MODEL} {CLUSTER} --rampup-batch-size 8 0 --pp 0",
+            ["--rampup-batch-size 0: must be at least 1", "--pp 0: must be"],
+        ),
+        (f"{MODEL} {CLUSTER} --rampup-batch-size 8 8", ["--rampup-batch-size 8 8: three numbers are needed"]),
         (f"{MODEL} {CLUSTER} --price 2", ["--price 2: goes with --tokens N"]),
         (f"{MODEL} {CLUSTER} --price nan", ["--price nan: must be a finite number above 0"]),
         (f"{MODEL} {CLUSTER} --device cpu", ["--device cpu: a100-40gb is a device of another kind"]),

@@ -42,14 +42,14 @@ def layout_flags(step: ClusterStep, given: Set[str] = frozenset()) -> str:
 
 def shared_ramp(step: ClusterStep, ramp: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The ramp of the user's global batch with the nearest sizes, upwards, that the layout's replicas share, and whose
-    steps meet the whole batch.
+    steps meet the whole batch; None for one that starts above it.
     """
-    if ramp is None:
-        return None
     batch, rows = step.run.schedule.global_batch_size, step.run.schedule.micro_batch_size * step.axes.dp
+    if ramp is None or ramp[0] > batch:
+        return None
     start, increment = (-(-samples // rows) * rows for samples in ramp[:2])
     while start < batch and (batch - start) % increment:
-        increment += rows
+        increment = min(increment + rows, batch - start)
     return start, increment, ramp[2]
 
 
@@ -59,11 +59,11 @@ def with_ramp(step: ClusterStep, ramp: tuple[int, ...] | None) -> Run:
 
 
 def ramp_flags(step: ClusterStep, ramp: tuple[int, ...] | None) -> str:
-    """The flag of a ramp of the global batch whose sizes the layout's replicas share; empty where they share those of
-    the user's ramp, or there is none.
+    """The flag of a ramp of the global batch whose sizes the layout's replicas share, or of none in place of one that
+    starts above the batch; empty where they share those of the user's ramp, or there is none.
     """
     shared = shared_ramp(step, ramp)
-    return "" if shared is None or shared == ramp else f"--rampup-batch-size {' '.join(map(str, shared))}"
+    return "" if shared == ramp else f"--rampup-batch-size {' '.join(map(str, shared or ('none',)))}"
 
 
 def settings_words(step: ClusterStep) -> str:
