@@ -127,6 +127,18 @@ def begins_as_metrics(path: Path) -> bool:
         return False
 
 
+def begins_broken(path: Path) -> bool:
+    """Whether the first line of a file is no JSON. False for a file that is empty or cannot be read."""
+    try:
+        _, line, _ = next(_lines(path), (0, b"null", True))
+        parse_json(line.decode(), str(path))
+    except UnreadableRun:
+        return False
+    except (Unreadable, UnicodeDecodeError):
+        return True
+    return False
+
+
 BEGINNING = b'{"iteration": '
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megazero.checkpoint.folder import list_checkpoints
 from megazero.checkpoint.format import MANIFEST
 from megazero.config.dump import RUN_FILE
-from megazero.report.metrics_lines import MetricsLines, UnreadableRun, begins_as_metrics, read_metrics
+from megazero.report.metrics_lines import MetricsLines, UnreadableRun, begins_as_metrics, begins_broken, read_metrics
 from megazero.system.reading import Unreadable, listed
 from megazero.system.yaml_file import load_yaml
 
@@ -95,7 +95,12 @@ def _find(path: Path) -> tuple[Path, Path | None]:
         raise UnreadableRun(f"{path} holds several runs; name one: {names}")
     if not runs:
         saved_to = next((child for child in _folders_in(path) if _is_saved_to(child)), None)
-        raise UnreadableRun(_no_metrics(saved_to) if saved_to else f"{path} is no folder of a run: {_NEITHER}")
+        if saved_to is not None:
+            raise UnreadableRun(_no_metrics(saved_to))
+        broken = next(filter(begins_broken, sorted(path.glob("*.jsonl"))), None)
+        if broken is not None:
+            return broken, None  # and whoever reads it says how its first line is broken
+        raise UnreadableRun(f"{path} is no folder of a run: {_NEITHER}")
     return runs[0]
 
 

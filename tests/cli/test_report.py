@@ -128,6 +128,13 @@ def test_what_is_no_run_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path
     assert f"error: {tmp_path} is no folder of a run: give the folder of --save" in refused(capsys, tmp_path)
     assert "is not there" in refused(capsys, tmp_path / "none")
     metrics = write_metrics(tmp_path / "m.jsonl", [step(1)])
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a line"}\n')
+    for begins in (metrics.read_text()[20:], "\xff" + metrics.read_text()):
+        metrics.write_text(begins, "latin-1")
+        assert f"error: {metrics}, line 1, is no " in refused(capsys, tmp_path)
+    metrics.unlink()
+    assert f"error: {tmp_path} is no folder of a run" in refused(capsys, tmp_path)
+    write_metrics(metrics, [step(1)])
     with metrics.open("a") as file:
         file.write('{"iteration": 2, "loss": "low", "skipped": false}\n')
     assert "line 2, has a string as `loss`, not a number: 'low'" in refused(capsys, metrics)
