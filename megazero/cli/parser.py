@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
 
     of_ranks = False
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # so -1xhdr and -5e-4 are values, too: no flag begins so
+
     def print_help(self, file: Any = None) -> None:
         say(self.format_help().rstrip("\n"))
 

@@ -241,6 +241,10 @@ def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[s
             ["--rampup-batch-size 0: must be at least 1", "--pp 0: must be"],
         ),
         (f"{MODEL} {CLUSTER} --rampup-batch-size 8 8", ["--rampup-batch-size 8 8: three numbers are needed"]),
+        (
+            f"{MODEL} {CLUSTER} --price -5e-1 --interconnect -1xhdr",
+            ["--interconnect -1xhdr: the number of links, -1, must be at least 1", "--price -0.5: must be"],
+        ),
         (f"{MODEL} {CLUSTER} --price 2", ["--price 2: goes with --tokens N"]),
         (f"{MODEL} {CLUSTER} --price nan", ["--price nan: must be a finite number above 0"]),
         (f"{MODEL} {CLUSTER} --device cpu", ["--device cpu: a100-40gb is a device of another kind"]),

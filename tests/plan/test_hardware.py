@@ -71,6 +71,7 @@ def test_a_cluster_of_nodes() -> None:
             r"nearest: --gpus 8, --gpus 16, or --nodes-of 6",
         ),
         (("h100", 16, 8, "hdr"), r"--interconnect hdr: give links of a node x their kind, as 8xhdr"),
+        (("h100", 16, 8, "0xhdr"), r"--interconnect 0xhdr: the number of links, 0, must be at least 1"),
         (("h100", 16, 8, "8xhdd"), r"--interconnect 8xhdd: there is no such link; did you mean hdr\?"),
     ],
 )

@@ -39,7 +39,7 @@ MEMORY_OFF = 0.1
 """By how much the memory of a device may differ from its entry's: drivers and error correction take some of it."""
 USUAL_NODE = 8
 """Devices of a node where nobody says it, and there are as many."""
-_INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
+_INTERCONNECT = re.compile(r"(0|-[0-9]{1,4}|[1-9][0-9]{0,3})x([a-z0-9-]+)")
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,8 @@ class Hardware:
             name = match[2] if match else links
             if match is None:
                 problems.append(f"--interconnect {links}: give links of a node x their kind, as 8xhdr")
+            elif int(match[1]) < 1:
+                problems.append(f"--interconnect {links}: the number of links, {match[1]}, must be at least 1")
             elif name not in self.links:
                 problems.append(f"--interconnect {links}: {_unknown(name, self.links, 'link')}")
             else:
