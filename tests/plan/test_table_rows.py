@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megazero.config.parse import parse_run
@@ -117,6 +119,18 @@ def test_a_row_without_what_is_needed_names_its_columns(name: str) -> None:
 def test_replicas_that_contradict_the_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="gpus 16: tp 2 x pp 2 x dp 8 are 32 ranks"):
         run_of_row(FULL | {"dp": "8"})
+
+
+def test_a_mistake_names_the_columns_of_the_table() -> None:
+    for column, cell, message in (
+        ("tensor_parallelism", "two", "^tensor_parallelism two: is not a whole number"),
+        ("data_parallelism", "8", "^gpus 16: tensor_parallelism 2 x pipeline_parallelism 2 x data_parallelism 8 are"),
+        ("sequence_length", "", "^a row has no sequence_length$"),
+    ):
+        with pytest.raises(ConfigError) as told:
+            run_of_row(PLAIN | {column: cell})
+        (problem,) = told.value.problems
+        assert re.search(message, problem), problem
 
 
 def test_numbers_and_words_are_read_as_people_and_programs_write_them() -> None:

@@ -109,19 +109,19 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     """The run of a row. Raises ConfigError for one without what `NEEDED` names."""
     if more := [cell for cell in (row.get(None) or []) if cell.strip()]:  # type: ignore[call-overload]
         raise ConfigError([f"a row has {len(more)} cells more than there are names: {', '.join(more)}"])
-    said = _said(row)
-    if missing := missing_columns([column for name in said for column in COLUMNS[name]]):
+    said, named = _said(row)
+    if missing := [named[name] for name in NEEDED if name not in said]:
         raise ConfigError([f"a row has no {', no '.join(missing)}"])
-    wrong = [*_wrong_words(said)]
+    wrong = [*_wrong_words(said, named)]
     if said.get("cp", "1").isdecimal() and int(said.get("cp", "1")) > 1:
-        wrong.append(f"cp {said['cp']}: a row's run does not split samples over ranks")
+        wrong.append(f"{named['cp']} {said['cp']}: a row's run does not split samples over ranks")
     elif (
         not wrong
         and "dp" in said
         and (ranks := math.prod(int(said.get(name, 1)) for name in AXES)) != int(said["gpus"])
     ):
-        sizes = " x ".join(f"{name} {said[name]}" for name in AXES if name in said)
-        wrong.append(f"gpus {said['gpus']}: {sizes} are {ranks} ranks")
+        sizes = " x ".join(f"{named[name]} {said[name]}" for name in AXES if name in said)
+        wrong.append(f"{named['gpus']} {said['gpus']}: {sizes} are {ranks} ranks")
     if wrong:
         raise ConfigError(wrong)
     is_open = "again" not in said and any(column in row for column in COLUMNS["again"])
@@ -147,18 +147,21 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, links, program)
 
 
-def _said(row: Mapping[str, str]) -> dict[str, str]:
-    """What a row says, by the names of `COLUMNS`. Raises ConfigError for columns that contradict each other."""
-    said, contradictions = dict[str, str](), list[str]()
+def _said(row: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """(what a row says, the column that says it or would), both by the names of `COLUMNS`. Raises ConfigError for
+    columns that contradict each other.
+    """
+    said, named, contradictions = dict[str, str](), dict[str, str](), list[str]()
     for name, columns in COLUMNS.items():
         cells = {column: cell for column in columns if (cell := _cell(row, column))}
+        named[name] = " or ".join([*cells][:1] or [column for column in columns if column in row] or columns)
         if cells:
             said[name] = next(iter(cells.values()))
         if len({*cells.values()}) > 1:
             contradictions.append(f"columns {' and '.join(cells)} say different things")
     if contradictions:
         raise ConfigError(contradictions)
-    return said
+    return said, named
 
 
 def _cell(row: Mapping[str, str], column: str) -> str:
@@ -168,15 +171,15 @@ def _cell(row: Mapping[str, str], column: str) -> str:
     return number[1] if number else value
 
 
-def _wrong_words(said: Mapping[str, str]) -> Iterator[str]:
+def _wrong_words(said: Mapping[str, str], named: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with single cells."""
     for name in COUNTS:
         if name in said and not (WHOLE_NUMBER.fullmatch(said[name]) and int(said[name])):
-            yield f"{COLUMNS[name][0]} {said[name]}: is not a whole number above 0"
+            yield f"{named[name]} {said[name]}: is not a whole number above 0"
     if (shares := said.get("sequence", "0")) not in SWITCH:
-        yield f"sequence_parallel {shares}: is not one of {', '.join(SWITCH)}"
+        yield f"{named['sequence']} {shares}: is not one of {', '.join(SWITCH)}"
     if (precision := said.get("precision", "fp16")).split()[0] not in PRECISIONS:
-        yield f"precision {precision}: begins with none of {', '.join(PRECISIONS)}"
+        yield f"{named['precision']} {precision}: begins with none of {', '.join(PRECISIONS)}"
 
 
 def _is_bloom(row: Mapping[str, str]) -> bool:
