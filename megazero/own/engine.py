@@ -39,9 +39,10 @@ from megazero.own.refusals import (
     require_alike,
     require_same_batches,
 )
-from megazero.own.saved import OwnCheckpoints, require_names
+from megazero.own.saved import OwnCheckpoints, require_names, require_same_optimizer
 from megazero.own.settings import run_of
 from megazero.own.stage import OwnBatch, boundaries, buffer_dtype, shapes_of
+from megazero.own.torch_rule import MakeOptimizer, TorchRule
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import step_lists
 from megazero.pipeline.engine import PipelineEngine
@@ -54,6 +55,8 @@ from megazero.zero.optimizer import OwedStepEnd, ShardedOptimizer, TrainingStepE
 from megazero.zero.state import ModelState
 
 FILLED = ("weight",)
+LR = 1e-3
+"""The learning rate of one of our optimizers, if nobody says another."""
 
 
 class StepResult(NamedTuple):
@@ -81,7 +84,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, run: Run, lr: float, grid: ProcessGrid, files: StateFiles | None, contexts: ExitStack
+        self,
+        model: Model,
+        run: Run,
+        lr: float,
+        rule: TorchRule | None,
+        grid: ProcessGrid,
+        files: StateFiles | None,
+        contexts: ExitStack,
     ) -> None:
         """contexts: of the process groups and files, which the engine takes over and ends."""
         self.run, self.lr, self.grid = run, lr, grid
@@ -97,7 +107,9 @@ class Engine:
         self.stages = placed.stages
         opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
-        self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid)
+        self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, rule)
+        self._kept = run.optimizer.moments if rule is None else (*rule.columns,)
+        """What a checkpoint has to have of each weight, by the optimizer's own names."""
         self.scaler = LossScaler(run.optimizer, grid.device)
         self._fill(placed.values)
         self.steps = 0
@@ -291,6 +303,7 @@ class Engine:
             "lr": self.lr,
             "optimizer_steps": float(self.optimizer.step_count.item()),
             "loss_scale": self.scaler.state_dict(),
+            "optimizer_keeps": [*self._kept],
             "about": dict(about or {}),
         }
         return self._checkpoints.save(os.fspath(folder), self.steps, progress, dict(self._collected(_is_untrained)))
@@ -299,11 +312,13 @@ class Engine:
         """Go on from the newest complete checkpoint in a folder, of any layout and precision, or from the one that the
         folder is; return what was handed to `save`. None, and nothing changes, if there is none.
 
-        A collective of all ranks. Raises Damaged, or ValueError with the names that the model does not share.
+        A collective of all ranks. Raises Damaged, or ValueError with the names that the model or the optimizer does not
+        share.
         """
         found = self._checkpoints.find(os.fspath(folder))
         if found is None:
             return None
+        require_same_optimizer(found.progress["optimizer_keeps"], self._kept)
         untrained = self._checkpoints.load(found)
         self._put_untrained(untrained)
         progress = found.progress
@@ -352,13 +367,19 @@ def _is_untrained(tensor: Tensor) -> bool:
     return not tensor.requires_grad
 
 
-def engine(model: Model, optimizer: str = "adamw", lr: float = 1e-3, run: Mapping[str, Any] | None = None) -> Engine:
+def engine(
+    model: Model,
+    optimizer: str | MakeOptimizer = "adamw",
+    lr: float | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> Engine:
     """A model in training. All ranks call it: those that torchrun started, or of torch's default process group.
 
     model      of `megazero.Model`. Its modules become the engine's: their parameters are views of its buckets. The
                values of units that are on other ranks are freed
-    optimizer  adamw, adam or sgd
-    lr         the learning rate until a step says another
+    optimizer  adamw, adam or sgd; or what makes an optimizer of torch of a list of parameters, such as
+               `functools.partial(torch.optim.Adagrad, lr=0.01)`, whose update of an element depends on that alone
+    lr         the learning rate until a step says another. None: 1e-3, or that of the optimizer of torch
     run        fields of a run, as `megazero.pretrain` takes them: {"pp": 2, "zero_stage": 3}. If `precision` is not
                set, it is that of the model's parameters
 
@@ -366,11 +387,21 @@ def engine(model: Model, optimizer: str = "adamw", lr: float = 1e-3, run: Mappin
     """
     meeting = rendezvous()
     environment = meeting.environment
-    rate, resolved = result_on_all_ranks(
-        lambda: (learning_rate(lr), run_of(run or {}, optimizer, model, environment.world_size)), meeting
-    )
+
+    def resolved() -> tuple[float, TorchRule | None, Run]:
+        name, rule = (optimizer, None) if isinstance(optimizer, str) else _rule_of(optimizer)
+        rate = learning_rate(lr if lr is not None else LR if rule is None else rule.lr)
+        kept = None if rule is None else rule.kept
+        return rate, rule, run_of(run or {}, name, model, environment.world_size, kept)
+
+    rate, rule, made_run = result_on_all_ranks(resolved, meeting)
     with ExitStack() as opened:
-        world = world_of(resolved, environment)
-        grid = opened.enter_context(process_groups(world, meeting, resolved.parallel))
-        files = opened.enter_context(state_files(resolved, grid, None, StopSignals()))
-        return Engine(model, resolved, rate, grid, files, opened)
+        world = world_of(made_run, environment)
+        grid = opened.enter_context(process_groups(world, meeting, made_run.parallel))
+        files = opened.enter_context(state_files(made_run, grid, None, StopSignals()))
+        return Engine(model, made_run, rate, rule, grid, files, opened)
+
+
+def _rule_of(optimizer: MakeOptimizer) -> tuple[str, TorchRule]:
+    rule = TorchRule(optimizer)
+    return rule.name, rule

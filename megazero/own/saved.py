@@ -132,3 +132,12 @@ def require_names(read: Mapping[str, Tensor], held: Mapping[str, torch.Size]) ->
     for name, tensor in read.items():
         if tensor.shape != held[name]:
             raise ValueError(f"the checkpoint's {name} is {list(tensor.shape)}, and the model's {list(held[name])}")
+
+
+def require_same_optimizer(saved: Sequence[str], kept: Sequence[str]) -> None:
+    """Raise ValueError if a checkpoint has something else of each weight than an optimizer keeps."""
+    if tuple(saved) != tuple(kept):
+        then, now = (", ".join(names) or "nothing" for names in (saved, kept))
+        raise ValueError(
+            f"the checkpoint is of another optimizer: it has {then} of each weight, and this optimizer keeps {now}"
+        )

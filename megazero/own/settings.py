@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +11,7 @@ from megazero.config.dtypes import PRECISION_OF
 from megazero.config.dump import program_source
 from megazero.config.flags import fields_for_flags
 from megazero.config.options import build_run, run_options
-from megazero.config.schema import Run
+from megazero.config.schema import OptimizerConfig, Run
 from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
 from megazero.own.model import Model
@@ -27,27 +28,51 @@ USED = frozenset(
     """.split()
 )
 """Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
+OF_OUR_OPTIMIZERS = frozenset("optimizer weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum".split())
+"""Fields that an optimizer of torch has in its own way."""
 SECTIONS = frozenset({"parallel", "optimizer", "offload"})
 """Sections of a run whose checks a model of modules needs."""
 
 
-def run_of(given: Mapping[str, Any], optimizer: str, model: Model, world_size: int) -> Run:
-    """The run of a model on so many ranks. given: fields, as `megazero.pretrain` takes them.
+@dataclass(frozen=True)
+class RuleConfig(OptimizerConfig):
+    """The configuration beside an optimizer of torch, whose options are its own. kept: its columns."""
+
+    kept: tuple[str, ...] = ()
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return self.kept or ("exp_avg",)  # which an optimizer without any state leaves as it is
+
+
+def run_of(
+    given: Mapping[str, Any], optimizer: str, model: Model, world_size: int, kept: tuple[str, ...] | None = None
+) -> Run:
+    """The run of a model on so many ranks.
+
+    given      fields, as `megazero.pretrain` takes them
+    optimizer  its name
+    kept       columns of an optimizer of torch; None: it is one of ours
 
     Raises ConfigError with everything that is wrong.
     """
     source = program_source(given, "run")
     problems = [*source.problems]
+    if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
+        problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
     unread = sorted(name for name in source.settings if name not in USED)
     if unread:
         problems.append(f"run has {', '.join(unread)}: a model of modules reads none of these")
     precisions = sorted(PRECISION_OF.get(dtype, str(dtype)) for dtype in model.dtypes) or ["fp32"]
     if len(precisions) > 1 and "precision" not in source.settings:
         problems.append(f"precision is not set, and the model has parameters of {' and of '.join(precisions)}")
-    settings = {"optimizer": optimizer, "precision": precisions[0], **source.settings}
-    if settings["optimizer"] != optimizer:
+    like = optimizer if kept is None else "adamw"  # whose checks hold for every update of elements
+    settings = {"optimizer": like, "precision": precisions[0], **source.settings}
+    if kept is None and settings["optimizer"] != optimizer:
         problems.append(f"optimizer is {optimizer!r}, and {settings['optimizer']!r} in run")
     run = build_run({name: value for name, value in settings.items() if name not in source.bad})
+    if kept is not None:
+        run = replace(run, optimizer=RuleConfig(**vars(run.optimizer), kept=kept))
     elsewhere = {name for name, known in run_options().items() if known.section not in SECTIONS}
     problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
     problems += _chunk_problems(run, len(model.units))

@@ -35,10 +35,19 @@ Reduce = Callable[..., list[Tensor]]
 
 
 class UpdateRange(NamedTuple):
-    """A range that this rank updates, on the device or in host memory. average: that of its weights, if one is kept."""
+    """A range that this rank updates, on the device or in host memory.
+
+    average  that of its weights, if one is kept
+    third    a third column, if the optimizer keeps one
+    """
 
     step: AdamRange
     average: Tensor | None
+    third: Tensor | None
+
+
+Rule = Callable[[Sequence[UpdateRange], UpdateValues], None]
+"""An update of ranges with their gradients: it changes weights and columns in place, and nothing in a skipped step."""
 
 
 class ShardedOptimizer:
@@ -49,11 +58,13 @@ class ShardedOptimizer:
     device. With late updates `update` comes after `end_step`, before the next step's gradients do. With early updates
     it comes before the norm for some parts, and once more behind `go_back` if the norm is too large.
 
+    rule        updates ranges; None: the configuration's own optimizer
     step_count  0-dim float64 tensor on the device: number of steps that were not skipped
     """
 
-    def __init__(self, state: ModelState, cfg: OptimizerConfig, grid: ProcessGrid) -> None:
+    def __init__(self, state: ModelState, cfg: OptimizerConfig, grid: ProcessGrid, rule: Rule | None = None) -> None:
         self.state, self.cfg, self.grid = state, cfg, grid
+        self._rule = self._configured if rule is None else rule
         self.step_count = torch.zeros((), dtype=torch.float64, device=grid.device)
         numbers = range(len(state.buckets))
         self._counted, self._others = ([self._gradients(n, counted=which) for n in numbers] for which in (True, False))
@@ -155,13 +166,15 @@ class ShardedOptimizer:
             return now.again
         second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])
         parameters[max(0, self.state.buckets[index].layout.used - part.start) :].zero_()
-        average, ranges = tensors.get(Column.EMA), list[UpdateRange]()
+        average, third = tensors.get(Column.EMA), tensors.get(Column.MAX_EXP_AVG_SQ)
+        ranges = list[UpdateRange]()
         for start, stop, decay in self._decay_ranges(index, part):
             own = slice(start - part.start, stop - part.start)
             step = AdamRange(
                 parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay
             )
-            ranges.append(UpdateRange(step, None if average is None else average[own]))
+            beside = (None if values is None else values[own] for values in (average, third))
+            ranges.append(UpdateRange(step, *beside))
         self._update(ranges, now)
         return True
 
@@ -180,7 +193,8 @@ class ShardedOptimizer:
         stands in its place.
         """
         table = self.state.columns
-        second, average = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG]), table.get(Column.EMA)
+        second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
+        average, third = table.get(Column.EMA), table.get(Column.MAX_EXP_AVG_SQ)
         rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
         whole_or_part = None if part < 0 else self.state.resting[index].parts[part]
         for start, stop, decay in self._decay_ranges(index, whole_or_part):
@@ -193,7 +207,8 @@ class ShardedOptimizer:
                 second.view(*place),
                 decay,
             )
-            yield UpdateRange(step, None if average is None else average.view(*place))
+            beside = (None if column is None else column.view(*place) for column in (average, third))
+            yield UpdateRange(step, *beside)
 
     def _gradient(self, index: int, start: int, stop: int, part: int) -> Tensor:
         """A range of a bucket's gradient for an update on the device."""
@@ -203,14 +218,15 @@ class ShardedOptimizer:
 
     def _update(self, ranges: Sequence[UpdateRange], now: UpdateValues) -> None:
         """Update ranges, and behind each the average of its weights."""
-        self._step([own.step for own in ranges], now)
-        for step, average in ranges:
-            if average is not None:
+        self._rule(ranges, now)
+        for own in ranges:
+            if own.average is not None:
                 assert self.cfg.ema_decay is not None, "an average is kept with a decay"
-                average_step(average, step.master, decay=self.cfg.ema_decay, skip=now.skip)
+                average_step(own.average, own.step.master, decay=self.cfg.ema_decay, skip=now.skip)
 
-    def _step(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:
-        cfg = self.cfg
+    def _configured(self, updated: Sequence[UpdateRange], now: UpdateValues) -> None:
+        """Adam, AdamW or SGD, as the configuration says."""
+        cfg, ranges = self.cfg, [own.step for own in updated]
         if cfg.optimizer == "sgd":
             for own in ranges:
                 sgd_step(

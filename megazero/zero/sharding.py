@@ -24,6 +24,7 @@ class Column(Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MAX_EXP_AVG_SQ = "max_exp_avg_sq"
     EMA = "ema"
 
 
@@ -31,7 +32,7 @@ OPTIMIZER = tuple(column for column in Column if column not in (Column.PARAMETER
 """The columns that only an update reads."""
 SAVED: Mapping[str, Column] = {"weight" if column is Column.MASTER else column.value: column for column in OPTIMIZER}
 """The columns of checkpoints, by their names there: the master weight, the first moment (of sgd its momentum), the
-second moment, the moving average of the weights.
+second moment, its maximum (where an optimizer keeps a third column), the moving average of the weights.
 """
 AS_WEIGHTS = (Column.EMA,)
 """The columns that begin as the weights are, whatever these begin from. A checkpoint without them can be resumed."""

@@ -299,11 +299,15 @@ class Trained:
     values: dict[str, Tensor]
 
 
-def plainly_trained(case: Case) -> Trained:
-    """By torch.optim.AdamW on one process."""
+def adamw(trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY)
+
+
+def plainly_trained(case: Case, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw) -> Trained:
+    """By an optimizer of torch on one process."""
     units = nn.ModuleList(case.built())
     trained = [parameter for parameter in units.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY)
+    optimizer = make(trained)
     numbers = list[tuple[float, float]]()
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -1,0 +1,199 @@
+"""Optimizers of torch on ranges of a model state, beside themselves on whole parameters in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megazero
+from megazero.config.source import ConfigError
+from megazero.own.torch_rule import MakeOptimizer, TorchRule
+from tests.own.models import CASES, CLIP, MICRO_BATCHES, STEPS, Trained, plainly_trained
+from tests.own.test_engine import EXACT, LAYOUTS
+from tests.ranks import run_ranks
+
+CASE = CASES["tuples"]
+RULE = {"precision": "fp64", "clip_grad": CLIP}
+
+
+class Lion(torch.optim.Optimizer):
+    """As packages write it (Chen et al. 2023, arXiv:2302.06675)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weights in group["params"]:
+                state = self.state[weights]
+                average = state.setdefault("average", torch.zeros_like(weights))
+                weights.mul_(1 - group["lr"] * group["weight_decay"])
+                weights.sub_(group["lr"] * (0.9 * average + 0.1 * weights.grad).sign())
+                average.lerp_(weights.grad, 0.01)
+
+
+class Elsewhere(Lion):
+    """Keeps the number of its steps where nobody finds it."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        self.number = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.number += 1
+        self.param_groups[0]["lr"] = 0.1 / self.number
+        super().step()
+
+
+OPTIMIZERS: Mapping[str, tuple[MakeOptimizer, tuple[str, ...]]] = {
+    "adamw": (partial(torch.optim.AdamW, lr=0.01, weight_decay=0.2), ("host", "zero-3", "pp 2")),
+    "amsgrad": (partial(torch.optim.Adam, lr=0.02, amsgrad=True), ("disks", "interleaved", "zero-2")),
+    "momentum": (partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.2), ("one", "zero-1", "disks, pp 2")),
+    "nesterov": (partial(torch.optim.SGD, lr=0.05, momentum=0.8, nesterov=True), ("hybrid",)),
+    "sgd": (partial(torch.optim.SGD, lr=0.05), ("host", "pp 2 x dp 2")),
+    "adagrad": (partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1), ("zb-v", "zero-2", "hybrid")),
+    "rmsprop": (partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5), ("disks, pp 2", "zero-3")),
+    "lion": (partial(Lion, lr=0.01), ("recompute", "pp 3")),
+}
+"""What makes each, and its layouts."""
+
+
+def trained(rank: int, name: str, layouts: list[dict[str, Any]]) -> list[Trained]:
+    return [trained_with(OPTIMIZERS[name][0], layout) for layout in layouts]
+
+
+def trained_with(make: MakeOptimizer, layout: Mapping[str, Any], again: str | None = None, on: int = 0) -> Trained:
+    """From step `on` of the checkpoint that is in the folder `again`."""
+    with TemporaryDirectory() as folder:
+        disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
+        model = megazero.Model(CASE.built(), CASE.loss, unused=True)
+        numbers = list[tuple[float, float]]()
+        with megazero.engine(model, make, run={**RULE, **layout, **disks}) as engine:
+            if again is not None and on:
+                engine.load(again)
+            share = MICRO_BATCHES // engine.data_ranks
+            own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
+            for step in range(on, STEPS):
+                made = engine.step([CASE.micro_batch(step, number) for number in own])
+                numbers.append((float(made.loss), float(made.grad_norm)))
+                if again is not None and step == 3:
+                    engine.save(again)
+            return Trained(numbers, 0.0, engine.state_dict())
+
+
+def require_equal(made: Trained, expected: Trained, words: str, since: int = 0) -> None:
+    for step, (numbers, right) in enumerate(zip(made.numbers, expected.numbers[since:], strict=True), since):
+        assert numbers == pytest.approx(right, rel=EXACT), f"{words}, step {step}"
+    for name, value in made.values.items():
+        off = (value - expected.values[name]).abs().max().item()
+        assert off < EXACT, f"{words}, {name}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_update_ranges_as_whole_parameters(name: str) -> None:
+    make, layouts = OPTIMIZERS[name]
+    expected = plainly_trained(CASE, make)
+    assert expected.numbers[0][0] != pytest.approx(expected.numbers[-1][0], rel=1e-3), "it learns"
+    for size in sorted({LAYOUTS[words][0] for words in layouts}):
+        mine = [words for words in layouts if LAYOUTS[words][0] == size]
+        for ranks in run_ranks(size, trained, name, [LAYOUTS[words][1] for words in mine]):
+            for words, made in zip(mine, ranks, strict=True):
+                require_equal(made, expected, words)
+
+
+def stopped_and_resumed(rank: int, folder: str, name: str) -> Trained:
+    """Four steps with ZeRO-2 and on, and then the steps behind them with two stages."""
+    trained_with(OPTIMIZERS[name][0], {"zero_stage": 2}, folder)
+    return trained_with(OPTIMIZERS[name][0], {"pp": 2, "offload_optimizer": "cpu"}, folder, on=4)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "momentum", "adagrad"])
+def test_a_resume_on_another_layout_goes_on(name: str, tmp_path: Path) -> None:
+    expected = plainly_trained(CASE, OPTIMIZERS[name][0])
+    for made in run_ranks(2, stopped_and_resumed, str(tmp_path), name):
+        require_equal(made, expected, name, since=4)
+
+
+def in_bf16(optimizer: Any, lr: float | None = None) -> dict[str, torch.Tensor]:
+    run = {"precision": "bf16", "clip_grad": CLIP, "zero_stage": 1}
+    run |= {} if lr is None else {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.999}
+    model = megazero.Model(CASES["mlp"].built(), CASES["mlp"].loss)
+    with megazero.engine(model, optimizer, lr, run) as engine:
+        for step in range(4):
+            batch = CASES["mlp"].micro_batch(step, 0)
+            engine.step({name: value.bfloat16() for name, value in batch.items()})
+        return engine.state_dict()
+
+
+def test_weights_of_16_bits_have_masters_of_32() -> None:
+    """As our own AdamW with the same options, up to where fp32 rounds."""
+    theirs, ours = in_bf16(partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)), in_bf16("adamw", 0.01)
+    for name, value in theirs.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.allclose(value.float(), ours[name].float(), rtol=2**-7, atol=1e-4), name
+
+
+def test_a_step_sets_its_learning_rate() -> None:
+    made = dict[float, torch.Tensor]()
+    for lr in (0.5, 0.25):
+        model = megazero.Model([nn.Linear(3, 1, bias=False)], lambda y: (y.sum(), 1), input="x")
+        with torch.no_grad():
+            model.units[0].module.weight.fill_(1.0)
+        with megazero.engine(model, torch.optim.SGD, run={"precision": "fp32", "clip_grad": 0.0}) as engine:
+            assert engine.lr == 1e-3, "that of the optimizer"
+            engine.step({"x": torch.tensor([[1.0, 2.0, 4.0]])}, lr=lr)
+            made[lr] = engine.state_dict()["0.weight"]
+    assert made[0.5].tolist() == [[0.5, 0.0, -1.0]]
+    assert made[0.25].tolist() == [[0.75, 0.5, 0.0]]
+
+
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "a factored moment": (torch.optim.Adafactor, "Adafactor .* its update of an element depends on other elements"),
+    "a product of matrices": (torch.optim.Muon, "makes no optimizer of a list of parameters: Muon only supports 2D"),
+    "a closure": (torch.optim.LBFGS, "LBFGS .* it makes no step of parameters with dense gradients: .*closure"),
+    "another number": (torch.optim.NAdam, "NAdam .* it keeps mu_product of a parameter, which is neither"),
+    "something elsewhere": (Elsewhere, "Elsewhere .* it keeps something elsewhere than in the state"),
+    "an optimizer": (torch.optim.SGD([nn.Parameter(torch.ones(2))]), "is a SGD: .*functools.partial"),
+    "no optimizer": (lambda parameters: nn.ReLU(), "makes a ReLU: a torch.optim.Optimizer is needed"),
+    "nothing": (None, "optimizer is a NoneType: the name of one of ours is needed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranges_cannot_have_is_refused_with_the_reason(name: str) -> None:
+    make, told = REFUSED[name]
+    with pytest.raises(ConfigError, match=told):
+        TorchRule(make)
+
+
+def test_options_in_two_places_are_refused() -> None:
+    model = megazero.Model([nn.Linear(3, 1)], lambda y: (y.sum(), 1), input="x")
+    with pytest.raises(ConfigError, match="run has adam_beta1, weight_decay: SGD of torch has options of its own"):
+        megazero.engine(model, torch.optim.SGD, run={"weight_decay": 0.1, "adam_beta1": 0.8})
+
+
+def test_a_checkpoint_of_another_optimizer_is_named(tmp_path: Path) -> None:
+    for make, told in (
+        (torch.optim.AdamW, None),
+        ("adam", None),
+        (torch.optim.Adagrad, "has exp_avg, exp_avg_sq .*sum"),
+    ):
+        model = megazero.Model(CASES["mlp"].built(), CASES["mlp"].loss)
+        with megazero.engine(model, make, run={"precision": "fp64"}) as engine:
+            if told is not None:
+                with pytest.raises(ValueError, match=told):
+                    engine.load(tmp_path)
+                continue
+            engine.load(tmp_path)  # AdamW's opens as our own Adam's
+            assert engine.steps == (1 if make == "adam" else 0)
+            engine.step(CASES["mlp"].micro_batch(0, 0))
+            if make != "adam":
+                engine.save(tmp_path)
