@@ -50,7 +50,7 @@ def two_steps(rank: int, name: str, layout: dict[str, Any], folder: str) -> Trai
         return Trained(numbers, float(evaluated), engine.state_dict())
 
 
-@pytest.mark.parametrize("name", ["convolutional", "tied ends", "tuples"])
+@pytest.mark.parametrize("name", ["convolutional", "tied ends", "tuples", "vision"])
 def test_a_run_goes_on_over_layouts(name: str, tmp_path: Path) -> None:
     expected, numbers, last = plainly_trained(CASES[name]), list[tuple[float, float]](), None
     for size, layout in LAYOUTS:
