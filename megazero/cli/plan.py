@@ -14,6 +14,7 @@ from megazero.cli.exit_status import status_of
 from megazero.cli.parser import Parser, command_parser, flag_of, given_path
 from megazero.cli.shared_flags import model_of
 from megazero.config.source import ConfigError
+from megazero.system.collector import last_work
 from megazero.system.status import FAILED, MISTAKEN
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
         return MISTAKEN
     from megazero.report.metrics_lines import UnreadableRun
 
-    return status_of(lambda: _plan(args, run_flags, asked), (ConfigError, UnreadableRun, FileExistsError))
+    with last_work():
+        return status_of(lambda: _plan(args, run_flags, asked), (ConfigError, UnreadableRun, FileExistsError))
 
 
 def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None = None) -> int:
