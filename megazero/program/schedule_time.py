@@ -8,9 +8,8 @@ stages can run is found once for a schedule, and each set of times is one pass o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from megazero.program.instruction import Instruction, Kind, Op, ProgramError
 from megazero.program.times import ChunkTimes
@@ -19,19 +18,30 @@ FIRST = -1
 """Number of the computation that makes the input of one that reads tokens, or the loss that its forward has made."""
 
 
-class Computation(NamedTuple):
-    """A computation of a schedule, by numbers alone.
+@dataclass(frozen=True, eq=False)
+class Computations:
+    """The computations of a schedule, by numbers alone: a list of each column, as a graph has thousands of them.
 
-    stage   where it runs
+    stage     where each runs
     duration  number of its kind and model chunk among `ScheduleGraph.kinds`
-    input   number of the computation that makes what it reads; FIRST: it reads no other's
-    channel number of the channel on which its input comes; FIRST: its stage makes it
+    input     number of the computation that makes what it reads; FIRST: it reads no other's
+    channel   number of the channel on which its input comes; FIRST: its stage makes it
     """
 
-    stage: int
-    duration: int
-    input: int
-    channel: int
+    stage: list[int] = field(default_factory=list)
+    duration: list[int] = field(default_factory=list)
+    input: list[int] = field(default_factory=list)
+    channel: list[int] = field(default_factory=list)
+
+    def add(self, stage: int, duration: int, made: int, channel: int) -> None:
+        self.stage.append(stage)
+        self.duration.append(duration)
+        self.input.append(made)
+        self.channel.append(channel)
+
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """The columns of each computation."""
+        return zip(self.stage, self.duration, self.input, self.channel, strict=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class ScheduleGraph:
     """
 
     stages: int
-    computations: tuple[Computation, ...]
+    computations: Computations
     kinds: tuple[tuple[Kind, int], ...]
     channels: int
     firsts: Mapping[int, int]
@@ -91,7 +101,7 @@ class ScheduleGraph:
         gathered = {number: state.gathers[chunk] for number, chunk in self.firsts.items()} if state.gathers else {}
         starts, ends = list[float](), list[float]()
         # comparisons in place of `max`, whose calls would take half of the time
-        for number, (stage, duration, made, channel) in enumerate(self.computations):
+        for number, (stage, duration, made, channel) in enumerate(self.computations.rows()):
             start = clocks[stage]
             arrival, posted[stage] = posted[stage], start
             if channel >= 0:
@@ -103,8 +113,8 @@ class ScheduleGraph:
                 if arrival > start:
                     start = arrival
             end = start + durations[duration]
-            if number in gathered and gathered[number] > end:
-                end = gathered[number]
+            if gathered and number in gathered:
+                end = max(end, gathered.pop(number))
             if reduced := every[duration]:
                 lanes[stage] = over = (start if start > lanes[stage] else lanes[stage]) + reduced
                 if over - spared > end:
@@ -125,7 +135,7 @@ class ScheduleGraph:
             return []
         first = dict[int, float]()
         for number in self.lasts:
-            stage = self.computations[number].stage
+            stage = self.computations.stage[number]
             first[stage] = min(starts[number], first.get(stage, math.inf))
         return [start + reductions[stage] for stage, start in first.items()]
 
@@ -140,7 +150,7 @@ class _Ordering:
         """(whether it is a gradient, micro-batch, model chunk) -> number of the computation and its stage."""
         self._kinds = dict[tuple[Kind, int], int]()
         self._channels = dict[tuple[int, int, bool], int]()
-        self._order = list[Computation]()
+        self._order = Computations()
         self._firsts, self._lasts = dict[int, int](), dict[int, int]()
 
     def graph(self) -> ScheduleGraph:
@@ -156,7 +166,7 @@ class _Ordering:
         of_chunks = {number: chunk for chunk, number in self._firsts.items()}
         return ScheduleGraph(
             len(self._orders),
-            tuple(self._order),
+            self._order,
             tuple(self._kinds),
             len(self._channels),
             of_chunks,
@@ -165,7 +175,7 @@ class _Ordering:
 
     def _add(self, stage: int, i: Instruction) -> bool:
         """Put a computation behind all others, if its input is made."""
-        op, chunk = i.op, self._chunks[stage][i.chunk]
+        op, chunk, number = i.op, self._chunks[stage][i.chunk], len(self._order.stage)
         made, source, is_backward = FIRST, stage, op is not Op.FORWARD
         # tokens, the loss and the input's part of a split backward are its own stage's, in an order that lists keep
         if op is not Op.BACKWARD_WEIGHT and chunk != (self._last if is_backward else 0):
@@ -177,11 +187,11 @@ class _Ordering:
         if source != stage:
             channel = self._channels.setdefault((source, stage, is_backward), len(self._channels))
         if op is not Op.BACKWARD_WEIGHT:
-            self._made[is_backward, i.micro_batch, chunk] = len(self._order), stage
+            self._made[is_backward, i.micro_batch, chunk] = number, stage
         if op is Op.FORWARD:
-            self._firsts.setdefault(chunk, len(self._order))
+            self._firsts.setdefault(chunk, number)
         elif op is not Op.BACKWARD_INPUT:
-            self._lasts[chunk] = len(self._order)
+            self._lasts[chunk] = number
         duration = self._kinds.setdefault((op, chunk), len(self._kinds))
-        self._order.append(Computation(stage, duration, made, channel))
+        self._order.add(stage, duration, made, channel)
         return True
