@@ -26,7 +26,7 @@ from megazero.program.instruction import PARAMETER_LOADS, Instruction, Piece
 from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
 from megazero.program.passes.slots import slot_bytes
-from megazero.program.scope import Scope
+from megazero.program.scope import Scope, shared_scope
 from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, TierBytes, trace
 
@@ -123,7 +123,8 @@ class StageMemory:
             in_flight=IN_FLIGHT if run.parallel.overlap else 0,
             cast=0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize,
         )
-        return step.instructions, Scope(step.shape, chunks_of(run).count, border=step.border), sizes
+        scope = shared_scope(step.shape, chunks_of(run).count, trains=True, border=step.border)
+        return step.instructions, scope, sizes
 
     @property
     def trace(self) -> MemoryTrace:

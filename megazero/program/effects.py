@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.program import state_values as state
@@ -31,6 +30,7 @@ from megazero.program.instruction import (
     RELEASE,
     UPDATE,
     UPDATE_HOST,
+    WITH_MICRO_BATCH,
     Free,
     Instruction,
     Kind,
@@ -43,18 +43,7 @@ from megazero.program.instruction import (
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
 from megazero.program.state_values import Which
-from megazero.program.values import NORM, Thing, Value, of_bucket
-
-
-class Effects(NamedTuple):
-    """needs: values that are read and stay. takes: read, and gone afterwards. makes: new ones. adds: values that are
-    made, or grow where they are there already.
-    """
-
-    needs: Sequence[Value]
-    takes: Sequence[Value]
-    makes: Sequence[Value]
-    adds: Sequence[Value]
+from megazero.program.values import NORM, Effects, Thing, Value, of_bucket
 
 
 def _position(thing: Thing, i: Instruction, scope: Scope, unit: int) -> Value:
@@ -334,24 +323,36 @@ EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
 
 def effects(i: Instruction, scope: Scope) -> Effects:
     """What an instruction of this rank reads and writes."""
-    row = EFFECTS[i.op]  # most columns of a row are empty, and a loop over nothing takes time in long lists
-    if not i.is_compute:
-        if i.micro_batch >= 0 or not i.buckets:
-            return _of_row(row, i, scope)
-        # what moves model state comes with each micro-batch, which it does not ask for
-        moved = i.op, i.buckets, i.part
-        if moved not in scope.moved:
-            scope.moved[moved] = _of_row(row, i, scope)
-        return Effects(*scope.moved[moved])
-    # a micro-batch changes what a computation takes and makes, and not the buckets that it reads and adds to
-    key = i.op, i.chunk, i.units
+    if i.op in WITH_MICRO_BATCH:
+        return _of_micro_batch(i, scope)
+    if i.micro_batch >= 0 or not i.buckets:
+        return _of_row(i, scope)
+    # what moves model state comes with each micro-batch, which it does not ask for
+    moved = i.op, i.buckets, i.part
+    if moved not in scope.moved:
+        scope.moved[moved] = _of_row(i, scope)
+    return scope.moved[moved]
+
+
+def _of_micro_batch(i: Instruction, scope: Scope) -> Effects:
+    """The effects of a computation or transfer, by those of the first one with the same units. The micro-batch changes
+    what it takes and makes, all of which is of the micro-batch, and not the buckets that it reads and adds to.
+    """
+    key = i.op, i.chunk, i.model_chunk, i.units
     if key not in scope.computed:
-        scope.computed[key] = tuple(_values(row.needs, i, scope)), tuple(_values(row.adds, i, scope))
-    needs, adds = scope.computed[key]
-    return Effects(needs, _values(row.takes, i, scope), _values(row.makes, i, scope), adds)
+        scope.computed[key] = _of_row(i, scope)
+    needs, takes, makes, adds = scope.computed[key]
+    number = i.micro_batch
+    return Effects(
+        needs,
+        [(thing, number, chunk, unit, stop) for thing, _, chunk, unit, stop in takes],
+        [(thing, number, chunk, unit, stop) for thing, _, chunk, unit, stop in makes],
+        adds,
+    )
 
 
-def _of_row(row: EffectRow, i: Instruction, scope: Scope) -> Effects:
+def _of_row(i: Instruction, scope: Scope) -> Effects:
+    row = EFFECTS[i.op]
     return Effects(*(_values(column, i, scope) for column in (row.needs, row.takes, row.makes, row.adds)))
 
 

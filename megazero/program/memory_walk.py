@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megazero.program.effects import Effects, effects
+from megazero.program.effects import effects
 from megazero.program.instruction import ACTIVATION_MOVES, LOAD, RELEASE, UPDATE, Instruction, Op
 from megazero.program.memory import (
     PASSING,
@@ -31,7 +31,7 @@ from megazero.program.memory import (
 )
 from megazero.program.memory_state import FETCH, LEAVING, ActivationCopies, StateMemory
 from megazero.program.scope import Scope
-from megazero.program.values import Thing, Value
+from megazero.program.values import Effects, Thing, Value
 
 
 def spare_buffers(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class _Samples(_Moments):
     def sample(self) -> Sample:
         """The moment with most bytes since `forget`."""
         assert self._sample is not None
-        return self._sample
+        return self._sample.trimmed  # only the fullest moment of many that were the fullest so far
 
     def _keep(self, working: int) -> None:
         assert self.at is not None, "no instruction runs yet"

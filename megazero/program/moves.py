@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero.config.tiers import FILE_TIERS, Tier
-from megazero.program.effects import Effects
 from megazero.program.instruction import (
     LEAVE,
     LOAD,
@@ -37,7 +36,7 @@ from megazero.program.instruction import (
 )
 from megazero.program.passes.slots import Tenant, tenant_of, way_through
 from megazero.program.scope import Scope
-from megazero.program.values import Thing, Value, describe, of_bucket
+from megazero.program.values import Effects, Thing, Value, describe, of_bucket
 
 
 class Doing(Enum):

@@ -10,14 +10,14 @@ where the norm says otherwise, a list of updates alone makes these updates again
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction, Kind, Units
 from megazero.program.shape import PartKey, RankShape
-from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
+from megazero.program.values import LAST_NORM, NORM, Effects, Thing, Value, of_bucket
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Scope:
         return (*fresh, *owed, *self._read_ahead(), LAST_NORM)
 
     @cached_property
-    def computed(self) -> dict[tuple[Kind, int, Units | None], tuple[tuple[Value, ...], tuple[Value, ...]]]:
-        """By kind, chunk and units of computations what all micro-batches read and add to, as far as somebody asked
-        (`program.effects`).
+    def computed(self) -> dict[tuple[Kind, int, int, Units | None], Effects]:
+        """By kind, both numbers of the chunk and units of computations and transfers their effects with one of the
+        micro-batches, as far as somebody asked (`program.effects`).
         """
         return {}
 
     @cached_property
-    def moved(self) -> dict[tuple[Kind, tuple[int, ...], int], tuple[Sequence[Value], ...]]:
+    def moved(self) -> dict[tuple[Kind, tuple[int, ...], int], Effects]:
         """By kind, buckets and part of what moves model state its effects, as far as somebody asked."""
         return {}
 
@@ -153,3 +153,10 @@ class Scope:
     def _read_ahead(self) -> Iterator[Value]:
         """The optimizer state that has been read for updates which are owed."""
         return (of_bucket(Thing.STATE, *key) for key in (self.shape.read_ahead if self.border.ahead else ()))
+
+
+# A search walks through the lists of equal ranks many times, and asks for the same effects each time.
+@lru_cache(maxsize=512)
+def shared_scope(shape: RankShape, model_chunks: int, *, trains: bool, border: Border) -> Scope:
+    """A scope for all lists of ranks with this shape, with the effects that somebody has asked for."""
+    return Scope(shape, model_chunks, trains, border)

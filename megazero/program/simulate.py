@@ -26,25 +26,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megazero.program.effects import Effects
 from megazero.program.instruction import (
     DISK_LANES,
     GRADIENTS_LEAVE,
     LOCAL_LANES,
     UPDATE,
     Instruction,
+    Kind,
     Lane,
     Op,
     ProgramError,
+    Units,
 )
 from megazero.program.meetings import Meetings, Message
 from megazero.program.passes.kept_graphs import peak_activations
-from megazero.program.scope import ON_TIME, Border, Scope
+from megazero.program.scope import ON_TIME, Border, shared_scope
 from megazero.program.shape import IN_FLIGHT, RankShape, without_state
 from megazero.program.simulated_rank import SHARED_LANES, ProcessorQueue, Processors, RankWork, SimulatedRank
 from megazero.program.times import ChunkTimes, Span
 from megazero.program.traffic import updated_bytes
-from megazero.program.values import Value, describe
+from megazero.program.values import Effects, Value, describe
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,12 @@ class _Simulation:
         self.times, self.steps = times, steps
         trains = any(i.ends_backward for instructions in lists for i in instructions)
         self.ranks = [
-            SimulatedRank(number, own, Scope(shape, len(times.forward), trains, border), Processors(times.beside))
+            SimulatedRank(
+                number,
+                own,
+                shared_scope(shape, len(times.forward), trains=trains, border=border),
+                Processors(times.beside),
+            )
             for number, (own, shape) in enumerate(zip(lists, shapes, strict=True))
         ]
         self.queue = None if times.at_once is None else ProcessorQueue(times.at_once)
@@ -152,6 +158,7 @@ class _Simulation:
             rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
             rank.ends += [0.0] * (steps * rank.is_done)  # a list without instructions
         self.meetings = Meetings(shapes, times.message)
+        self._computations = dict[tuple[Kind, int, Units | None], float]()
 
     def run(self, pick: Callable[[list[int]], int] | None) -> None:
         if pick is None and self.queue is not None:  # who comes first is served first
@@ -189,7 +196,8 @@ class _Simulation:
 
     def _advance(self, rank: SimulatedRank, *, one: bool) -> Message | None:
         """Run a rank until it is done or blocked; returns the message that blocks it. one: at most one instruction."""
-        while not rank.is_done:
+        count = len(rank.instructions)
+        while rank.next < count:
             if rank.awaited is not None:
                 if rank.awaited.end is None:
                     return rank.awaited
@@ -211,7 +219,7 @@ class _Simulation:
             if message is not None:
                 return message
             rank.next += 1
-            if rank.is_done:
+            if rank.next == count:
                 rank.ends.append(rank.clock)
                 if len(rank.ends) < self.steps:
                     rank.begin_again()
@@ -225,9 +233,7 @@ class _Simulation:
 
     def _compute(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         if i.is_compute:
-            units = rank.scope.units_of(i)
-            alone = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
-            rank.clock = rank.processors.end(start, self._in_turn(start, alone))
+            rank.clock = rank.processors.end(start, self._in_turn(start, self._alone(rank, i)))
             rank.spans.append(Span(i, start, rank.clock))
         elif i.op == UPDATE:
             size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
@@ -238,6 +244,14 @@ class _Simulation:
             rank.clock = start  # what is freed is waited for
         rank.processors.forget(rank.clock)
         self._write(rank, work.does, rank.clock)
+
+    def _alone(self, rank: SimulatedRank, i: Instruction) -> float:
+        """The time of a computation, which is the same of all micro-batches."""
+        key = i.op, i.model_chunk, i.units
+        if key not in self._computations:
+            units, of_chunk = rank.scope.units_of(i), rank.scope.shape.units[i.chunk]
+            self._computations[key] = self.times.computation(i, units, len(of_chunk))
+        return self._computations[key]
 
     def _in_turn(self, start: float, work: float) -> float:
         """The time from `start` on that work takes while all stages compute, with its wait for processors."""

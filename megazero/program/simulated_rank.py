@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megazero.program.effects import Effects, effects
+from megazero.program.effects import effects
 from megazero.program.instruction import LOCAL_LANES, PARAMETER_LOADS, Instruction, Lane
 from megazero.program.meetings import Message
 from megazero.program.scope import Scope
 from megazero.program.times import Span
 from megazero.program.traffic import message_bytes, moved_bytes
-from megazero.program.values import Thing, Value
+from megazero.program.values import Effects, Thing, Value
 
 SHARED_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST})
 """Lanes whose work the host's processors do. A disk moves its bytes by itself."""

@@ -1,8 +1,10 @@
-"""The values that instructions read and write: things that exist for part of a step."""
+"""The values that instructions read and write: things that exist for part of a step; and those of one instruction."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 
 class Thing(Enum):
@@ -46,6 +48,17 @@ ACTIVATIONS, HOST_ACTIVATIONS, DISK_ACTIVATIONS
 DEFERRED                   micro-batch, own chunk, unit
 SHARD to OWED, but NORM     bucket, and the part of it where it is updated in parts
 """
+
+
+class Effects(NamedTuple):
+    """Of an instruction (`program.effects`). needs: values that are read and stay. takes: read, and gone afterwards.
+    makes: new ones. adds: values that are made, or grow where they are there already.
+    """
+
+    needs: Sequence[Value]
+    takes: Sequence[Value]
+    makes: Sequence[Value]
+    adds: Sequence[Value]
 
 
 def of_bucket(thing: Thing, bucket: int, part: int = -1) -> Value:
