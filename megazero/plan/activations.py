@@ -148,6 +148,15 @@ class ChunkBytes:
             for (unit, before, _, passed), gradient in zip(self._rows(), gradients, strict=True)
         ]
 
+    @cached_property
+    def most_forward(self) -> int:
+        """The most that forward holds."""
+        return max(self.forward)
+
+    @cached_property
+    def most_backward(self) -> int:
+        return max(self.backward)
+
     @property
     def _together(self) -> int:
         return 1 if self.group is None else self.group.micro_batches
@@ -231,11 +240,7 @@ def binding(when: Sequence[Moment]) -> list[Moment]:
 
 def places(moment: Moment, chunks: Sequence[ChunkBytes]) -> list[int]:
     """The bytes of a stage's chunks within a computation, while it works on each of its units."""
-    beside = sum(
-        live * chunk.kept + late * chunk.deferred
-        for chunk, live, late in zip(chunks, moment.live, moment.late, strict=True)
-    )
-    chunk = chunks[moment.chunk]
+    beside, chunk = _beside(moment, chunks), chunks[moment.chunk]
     if moment.op is Op.BACKWARD_WEIGHT:
         return [beside]
     if moment.op is Op.FORWARD:
@@ -243,6 +248,24 @@ def places(moment: Moment, chunks: Sequence[ChunkBytes]) -> list[int]:
     return [beside - chunk.kept + most for most in chunk.backward]
 
 
+def most_bytes(moment: Moment, chunks: Sequence[ChunkBytes]) -> int:
+    """The most of `places`."""
+    beside, chunk = _beside(moment, chunks), chunks[moment.chunk]
+    if moment.op is Op.BACKWARD_WEIGHT:
+        return beside
+    if moment.op is Op.FORWARD:
+        return beside + chunk.most_forward
+    return beside - chunk.kept + chunk.most_backward
+
+
+def _beside(moment: Moment, chunks: Sequence[ChunkBytes]) -> int:
+    """The bytes of all that lives beside a computation, and of what it works with."""
+    return sum(
+        live * chunk.kept + late * chunk.deferred
+        for chunk, live, late in zip(chunks, moment.live, moment.late, strict=True)
+    )
+
+
 def peak_bytes(instructions: Sequence[Instruction], chunks: Sequence[ChunkBytes]) -> int:
     """The most bytes of activations that a stage holds within its list, without messages on their way."""
-    return max(max(places(moment, chunks)) for moment in moments(instructions, len(chunks)))
+    return max(most_bytes(moment, chunks) for moment in moments(instructions, len(chunks)))

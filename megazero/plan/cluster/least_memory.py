@@ -19,7 +19,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.chunks import ChunkMap
 from megazero.pipeline.schedule import make_orders
 from megazero.pipeline.stage_specs import specs_by_stage, specs_of_stage
-from megazero.plan.activations import ActivationPlan, ChunkBytes, Moment, binding, chunk_bytes, moments, places
+from megazero.plan.activations import ActivationPlan, ChunkBytes, Moment, binding, chunk_bytes, moments, most_bytes
 from megazero.plan.budgets import keeps_all
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
@@ -57,8 +57,13 @@ class LeastMemory:
         """The bytes of model state on the device, at least, while it computes: of what is sharded a block is whole at a
         time.
         """
-        elements, block = self._elements
-        return [int((number * width.device + block * width.whole) / self.axes.tp) for number in elements]
+        elements, _ = self._elements
+        return [self._state(number, width) for number in elements]
+
+    def _state(self, elements: int, width: StateWidth) -> int:
+        """The same of a stage with so many parameters."""
+        _, block = self._elements
+        return int((elements * width.device + block * width.whole) / self.axes.tp)
 
     def away(self, width: StateWidth) -> int:
         """The bytes of model state in host memory on the rank that has most there, at least."""
@@ -82,7 +87,7 @@ class LeastMemory:
         for stage in self.stages:
             when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
             chunks = self._chunks(specs[stage])
-            most.append(max(max(places(moment, chunks)) for moment in when))
+            most.append(max(most_bytes(moment, chunks) for moment in when))
         return most
 
     @cached_property
@@ -107,7 +112,8 @@ class LeastMemory:
         """Bytes of tensors on the fullest device with model state of this width, at least. The schedule is asked only
         where the first stage has room without it.
         """
-        of_first = self.states(width)[0] + self.first_activations
+        elements, _ = self._elements
+        of_first = self._state(elements[0], width) + self.first_activations
         return of_first if of_first > room else max(self._tensors(width))
 
     def _tensors(self, width: StateWidth) -> list[int]:
