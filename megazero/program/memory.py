@@ -146,6 +146,18 @@ class Sample:
     def total(self) -> int:
         return sum(size for column, size in self.columns.items() if column is not MemoryColumn.HOST)
 
+    @property
+    def trimmed(self) -> Sample:
+        """The same without entries that have no bytes."""
+        return Sample(
+            self.number,
+            self.instruction,
+            {column: size for column, size in self.columns.items() if size},
+            {micro_batch: size for micro_batch, size in self.micro_batches.items() if size},
+            {unit: size for unit, size in self.units.items() if size},
+            {place: size for place, size in self.places.items() if size},
+        )
+
 
 @dataclass
 class BufferSizes:
@@ -177,10 +189,17 @@ class MemoryAccount:
         self.alive: dict[Place, int] = {}
         self.totals, self.held = dict.fromkeys(MemoryColumn, 0), 0
         self.pool, self.host = BufferSizes(), BufferSizes()
+        self._wholes: dict[tuple[MemoryColumn, int], Place] = {}
+        """The places of whole buckets: each micro-batch comes to them again."""
 
     def of_bucket(self, column: MemoryColumn, number: int, part: str = "") -> Place:
         """The place of a bucket in a column."""
-        return Place(column, -1, self.shape.buckets[number].chunk, -1, number, part)
+        if part:
+            return Place(column, -1, self.shape.buckets[number].chunk, -1, number, part)
+        key = column, number
+        if key not in self._wholes:
+            self._wholes[key] = Place(column, -1, self.shape.buckets[number].chunk, -1, number)
+        return self._wholes[key]
 
     def hold(self, place: Place, size: int) -> None:
         """Allocate. Nothing that is alive may have the same place."""
@@ -220,16 +239,15 @@ class DetailedAccount(MemoryAccount):
                     self._readers.setdefault(bucket, (chunk, number))
 
     def sample(self, number: int, i: Instruction, working: int, *, with_places: bool) -> Sample:
-        """This moment."""
+        """This moment, with entries that have no bytes (`Sample.trimmed`)."""
         extra = {Place(MemoryColumn.SPARE): sum(self.pool.spare), Place(MemoryColumn.WORKING): working}
-        columns = self.totals | {place.column: size for place, size in extra.items()}
         return Sample(
             number,
             i,
-            {column: size for column, size in columns.items() if size},
-            {micro_batch: size for micro_batch, size in self.micro_batches.items() if size},
-            {unit: size for unit, size in self.units.items() if size},
-            {place: size for place, size in (self.alive | extra).items() if size} if with_places else {},
+            self.totals | {place.column: size for place, size in extra.items()},
+            dict(self.micro_batches),
+            dict(self.units),
+            self.alive | extra if with_places else {},
         )
 
     def _count(self, place: Place, size: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 from megazero.config.tiers import SLOTS, Tier
@@ -108,7 +109,7 @@ class BucketShape:
     sums: Tier = Tier.DEVICE
     partial: bool = False
 
-    @property
+    @cached_property
     def stored_bytes(self) -> int:
         """Bytes of what the rank stores of its parameter column, wherever it rests."""
         if self.code_bytes is not None:
@@ -120,7 +121,7 @@ class BucketShape:
         """Whether ranks share out its parameters, so that a gather communicates."""
         return self.gathered and not self.rests_whole and self.shards > 1
 
-    @property
+    @cached_property
     def is_loaded(self) -> bool:
         """Whether its parameters are brought to the device for each use."""
         return self.rests is not Tier.DEVICE
@@ -135,7 +136,7 @@ class BucketShape:
         """The parts in which its parameters are loaded, by number; -1 stands for all of them."""
         return tuple(range(len(self.parts))) if self.rests.in_files else (-1,)
 
-    @property
+    @cached_property
     def messages(self) -> MessageBytes:
         """The bytes of its messages."""
         if self.sent is not None:
@@ -148,7 +149,7 @@ class BucketShape:
         """Whether its gradients are summed off the device: each is there until it is reduced and has been copied."""
         return self.sums is not Tier.DEVICE
 
-    @property
+    @cached_property
     def lends_gradient(self) -> bool:
         """Whether its whole gradient is in a borrowed buffer, from a backward to its reduction."""
         return self.sharded_gradient or self.sums_leave
