@@ -94,7 +94,9 @@ class Meetings:
     def transfer(self, stage: int, number: int, i: Instruction, start: float, spans: list[Span]) -> Message:
         """Issue one end of a message between stages. Raises ProgramError if the ends do not fit."""
         channel = (stage, i.peer, i.is_backward) if i.is_send else (i.peer, stage, i.is_backward)
-        line = self._channels.setdefault(channel, _Line({True: [], False: []}))
+        if channel not in self._channels:
+            self._channels[channel] = _Line({True: [], False: []})
+        line = self._channels[channel]
         message = Message(f"its message from stage {i.peer}")
         label = i.boundary, i.micro_batch
         line.issued[i.is_send].append(_Issue(stage, number, i, start, message, spans, label))
@@ -125,7 +127,7 @@ class Meetings:
 
     def _meet(self, line: _Line, duration: float) -> None:
         """Run the line's next message if all of its members have issued it."""
-        if any(len(issues) <= line.met for issues in line.issued.values()):
+        if line.met >= min(map(len, line.issued.values())):
             return
         issues = [issues[line.met] for issues in line.issued.values()]
         first = issues[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megazero.program.instruction import Instruction, Kind, Lane, Op, Units
 from megazero.system.given import given_count, given_time
@@ -103,9 +104,8 @@ def profiled_times(
     return uniform_times(stages * v, forward / v, (backward_input + backward_weight) / v, message, backward_weight / v)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The start and the end of an instruction."""
+class Span(NamedTuple):
+    """The start and the end of an instruction. Simulations make one for each: a tuple is made in half the time."""
 
     instruction: Instruction
     start: float

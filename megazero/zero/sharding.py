@@ -27,6 +27,8 @@ class Column(Enum):
     MAX_EXP_AVG_SQ = "max_exp_avg_sq"
     EMA = "ema"
 
+    __hash__ = object.__hash__  # columns are keys: that of Enum takes three times as long
+
 
 OPTIMIZER = tuple(column for column in Column if column not in (Column.PARAMETER, Column.GRADIENT))
 """The columns that only an update reads."""

@@ -44,6 +44,8 @@ def place_reads_ahead(instructions: Sequence[Instruction], shape: RankShape) -> 
     """The list of a training step with these reads in front of its norm: as early as the last backward, but behind all
     that takes a slot or reads from disks for the computations.
     """
+    if not shape.read_ahead:
+        return tuple(instructions)
     norm = next(number for number, i in enumerate(instructions) if i.op is Op.NORM)
     before = [number for number in range(norm) if _comes_first(instructions[number], shape)]
     at = max(_last_backward(instructions), max(before, default=-1) + 1)

@@ -41,7 +41,8 @@ def place_reductions(
     group of processes have the same list, so they launch the same reductions in the same order: the last bucket of a
     chunk first.
     """
-    last, each = (reducing_passes(instructions, every=every and lends, groups=groups) for lends in (False, True))
+    last = reducing_passes(instructions, every=False)
+    each = reducing_passes(instructions, every=True, groups=groups) if every else last
     complete = _completed_by(shape)
 
     @cache  # micro-batches have the same computations
