@@ -91,6 +91,12 @@ def main(argv: Sequence[str]) -> int:
         return calibrated(args, run_flags)
     if args.predict is not None:
         return status_of(lambda: _predict(args, run_flags), (ConfigError,))
+    with last_work():
+        return _searched(args, run_flags)
+
+
+def _searched(args: Namespace, run_flags: Sequence[str]) -> int:
+    """Plan, and return the status."""
     try:
         asked = asked_of(args, run_flags)
     except ConfigError as error:
@@ -98,8 +104,7 @@ def main(argv: Sequence[str]) -> int:
         return MISTAKEN
     from megazero.report.metrics_lines import UnreadableRun
 
-    with last_work():
-        return status_of(lambda: _plan(args, run_flags, asked), (ConfigError, UnreadableRun, FileExistsError))
+    return status_of(lambda: _plan(args, run_flags, asked), (ConfigError, UnreadableRun, FileExistsError))
 
 
 def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None = None) -> int:
