@@ -64,6 +64,12 @@ def megazero(name: str, *layout: str, replicas: int = 1) -> Entry:
     return Entry(name, "megazero_", given, {allocator.VARIABLE: allocator.settings()}, replicas=replicas)
 
 
+def own_model(name: str, replicas: int = 1, **run: Any) -> Entry:
+    """transformers' BLOOM in megazero, blocks compiled."""
+    environment = {allocator.VARIABLE: allocator.settings()}
+    return Entry(name, "megazero_own", {"run": run, "compile": True}, environment, replicas, "blocks compiled")
+
+
 def adapters(name: str, *layout: str) -> Entry:
     """megazero's adapters of rank 16 on a frozen BLOOM."""
     return replace(megazero(name, "--lora-rank", "16", *layout), module="megazero_adapters")

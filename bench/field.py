@@ -22,6 +22,7 @@ from bench.entries import (
     deepspeed,
     gpt2,
     megazero,
+    own_model,
     plain,
     torch_parallel,
 )
@@ -49,6 +50,24 @@ def sharded(name: str, work: Workload) -> Table:
             deepspeed(
                 3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
             ),
+        ),
+    )
+
+
+def own(name: str, work: Workload) -> Table:
+    """A user's model with ZeRO-3, beside the peers with the same model, and beside our own BLOOM."""
+    return Table(
+        name,
+        f"two ranks with one thread each, transformers' BLOOM, 8 layers of 1024, 2 x 1 x {work.sequence} tokens",
+        work,
+        own_model("megazero, own model", replicas=2, zero_stage=3),
+        (
+            torch_parallel("FSDP2", "fsdp2", SHARDED, replicas=2, compile=True),
+            deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
+            deepspeed(
+                3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
+            ),
+            replace(megazero("megazero, its own BLOOM", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
         ),
     )
 
@@ -109,6 +128,8 @@ TABLES = (
         megazero("megazero ZeRO-2", "--zero-stage", "2", replicas=2),
         (deepspeed(2), deepspeed(3, "; shards the parameters as well")),
     ),
+    own("own-ZeRO-3", WIDE),
+    own("own-ZeRO-3-few", FEW),
     sharded("ZeRO-3", WIDE),
     sharded("ZeRO-3-few", FEW),
     Table(
