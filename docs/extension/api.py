@@ -89,5 +89,5 @@ def _items(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 
 def _unquoted(signature: str) -> str:
-    """Annotations are texts in the modules of this project: the quotes around them go."""
-    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
+    """Annotations are texts in the modules of this project, which named tuples wrap: what is around the texts goes."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", re.sub(r"ForwardRef\(('[^']*')\)", r"\1", signature))
