@@ -23,8 +23,16 @@ COLUMNS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """The columns that the state tensors are kept in, in the order in which the optimizer makes them."""
 STEP = "step"
 """What an optimizer keeps beside them: the number of its steps."""
-TRIED, CUT, STEPS, EXACT = (4, 6), 5, 3, 1e-12
-"""The trial in float64: a parameter's shape, where it is cut in two, steps, and the relative difference that counts."""
+STEPS, EXACT = 12, 1e-11
+"""The steps of a trial in float64, and the relative difference that counts."""
+SHAPES, CUT = ((4, 6), (33, 40)), 0.3
+"""The shapes of a parameter in trials, and where it is cut in two."""
+SCALES = (1e-3, 1.0, 1e3)
+"""Of gradients in trials."""
+
+
+class UnknownState(RuntimeError):
+    """An optimizer keeps something else of a parameter than in the trial."""
 
 
 class TorchRule:
@@ -45,16 +53,24 @@ class TorchRule:
                 ]
             )
         self._make = make
-        weights = torch.linspace(-1.0, 1.0, TRIED[0] * TRIED[1], dtype=torch.float64)
+        parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((3, 2), (2,), (1,))]
         try:
-            made = make([nn.Parameter(weights.clone())])
+            made = make(list(parameters))
         except Exception as error:
             raise ConfigError([f"optimizer makes no optimizer of a list of parameters: {error}"]) from error
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError([f"optimizer makes a {type(made).__name__}: a torch.optim.Optimizer is needed"])
         self.name = type(made).__name__
+        if len(made.param_groups) != 1 or len(made.param_groups[0]["params"]) != len(parameters):
+            raise self._refused(
+                f"it makes {len(made.param_groups)} groups of parameters, and ranges of all parameters have one"
+            )
         self.lr = float(made.param_groups[0]["lr"])
-        self._try(weights)
+        draw = torch.Generator().manual_seed(5)
+        for shape in SHAPES:
+            for scale in SCALES:
+                for orthogonal in (False, True):
+                    self._try(shape, scale, orthogonal, draw)
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -90,6 +106,10 @@ class TorchRule:
             if self._step is not None:
                 state[STEP] = self._step(number - 1)
         optimizer.step()
+        kept = {name for name, value in state.items() if value is not None} - {STEP}
+        if kept != columns.keys():
+            other = ", ".join(sorted(kept ^ columns.keys()))
+            raise UnknownState(f"it keeps {other} of a parameter in some steps: step {number} is not as others")
         for name, column in columns.items():
             made = state[name]
             if made is not column:
@@ -98,21 +118,33 @@ class TorchRule:
 
     # --- the trial -------------------------------------------------------------------------------------------------
 
-    def _try(self, weights: Tensor) -> None:
-        """Find out what the optimizer keeps, and compare its steps on a parameter with those on ranges of it."""
-        gradients = [torch.sin(weights * (3.0 + step)) for step in range(STEPS)]
-        whole = nn.Parameter(weights.clone().view(TRIED))
-        pieces = [nn.Parameter(piece.clone()) for piece in (weights[:CUT], weights[CUT:])]
+    def _try(self, shape: tuple[int, int], scale: float, orthogonal: bool, draw: torch.Generator) -> None:
+        """Find out what the optimizer keeps, and compare its steps on a parameter with those on ranges of it.
+
+        scale       of the gradients
+        orthogonal  whether they have no part along the weights, as optimizers that project look for
+        """
+        weights = torch.randn(shape, generator=draw, dtype=torch.float64).view(-1)
+        cut = int(CUT * weights.numel())
+        whole = nn.Parameter(weights.clone().view(shape))
+        pieces = [nn.Parameter(piece.clone()) for piece in (weights[:cut], weights[cut:])]
         optimizers = [self._make([parameter]) for parameter in (whole, *pieces)]
-        for gradient in gradients:
-            whole.grad = gradient.view(TRIED).clone()
-            for piece, part in zip(pieces, (gradient[:CUT], gradient[CUT:]), strict=True):
+        options = _options(optimizers[0])
+        gradients = list[Tensor]()
+        for _ in range(STEPS):
+            gradient = scale * torch.randn(weights.shape, generator=draw, dtype=torch.float64)
+            at = whole.detach().view(-1)
+            gradients.append(gradient - (gradient @ at) / (at @ at) * at if orthogonal else gradient)
+            whole.grad = gradients[-1].view(shape).clone()
+            for piece, part in zip(pieces, (gradients[-1][:cut], gradients[-1][cut:]), strict=True):
                 piece.grad = part.clone()
             for optimizer in optimizers:
                 try:
                     optimizer.step()
                 except Exception as error:
                     raise self._refused(f"it makes no step of parameters with dense gradients: {error}") from error
+        if _options(optimizers[0]) != options:
+            raise self._refused("its steps change the options of its group, which a range begins with anew")
         expected = whole.detach().view(-1)
         if _differ(torch.cat([piece.detach() for piece in pieces]), expected):
             raise self._refused(
@@ -120,7 +152,7 @@ class TorchRule:
                 "the parameter alone"
             )
         self._learn(optimizers[1].state[pieces[0]], pieces[0])
-        self._try_columns(weights, gradients, expected)
+        self._try_columns(weights, gradients, expected, cut)
 
     def _learn(self, state: Mapping[str, Any], parameter: Tensor) -> None:
         """Take over from the state of a parameter behind some steps what is kept."""
@@ -141,14 +173,17 @@ class TorchRule:
         elif step is not None:
             self._step = type(step)
 
-    def _try_columns(self, weights: Tensor, gradients: Sequence[Tensor], expected: Tensor) -> None:
+    def _try_columns(self, weights: Tensor, gradients: Sequence[Tensor], expected: Tensor, cut: int) -> None:
         """The same steps with the state in columns, by an optimizer that is made anew for each."""
         updated = weights.clone()
         columns = {name: torch.zeros_like(weights) for name in self.columns}
         for number, gradient in enumerate(gradients, 1):
-            for own in (slice(0, CUT), slice(CUT, None)):
+            for own in (slice(0, cut), slice(cut, None)):
                 views = {name: column[own] for name, column in columns.items()}
-                self._update(updated[own], gradient[own].clone(), views, None, number)
+                try:
+                    self._update(updated[own], gradient[own].clone(), views, None, number)
+                except UnknownState as error:
+                    raise self._refused(str(error)) from error
         if _differ(updated, expected):
             raise self._refused("it keeps something elsewhere than in the state of its parameters")
 
@@ -156,5 +191,10 @@ class TorchRule:
         return ConfigError([f"optimizer {self.name} cannot run on ranges of parameters: {why}"])
 
 
+def _options(optimizer: torch.optim.Optimizer) -> str:
+    return str({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
+
+
 def _differ(left: Tensor, right: Tensor) -> bool:
-    return not torch.allclose(left, right, rtol=EXACT, atol=EXACT)
+    """Whether two results differ by more than rounding. An optimizer that diverges is refused by neither."""
+    return not torch.allclose(left, right, rtol=EXACT, atol=EXACT * float(right.abs().max()), equal_nan=True)

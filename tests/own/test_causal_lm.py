@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megazero
@@ -46,6 +47,19 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             },
         ),
         "state space": ("MambaConfig", {"vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 4}),
+        "a scale behind the ids": (
+            "FalconH1Config",
+            {
+                **GATED,
+                "num_hidden_layers": 2,
+                "mamba_d_ssm": 48,
+                "mamba_n_heads": 6,
+                "mamba_d_head": 8,
+                "mamba_d_state": 8,
+                "mamba_n_groups": 1,
+                "embedding_multiplier": 2.0,
+            },
+        ),
         "windows": ("Gemma3TextConfig", {**GATED, "head_dim": 8, "sliding_window": 3}),
         "embedding of another width": (
             "OPTConfig",
@@ -53,6 +67,11 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         ),
     }
 )
+
+
+SLOW = "a scale behind the ids"
+"""A family on one process alone."""
+EVERYWHERE = tuple(family for family in FAMILIES if family != SLOW)
 
 
 def built(family: str, *, on_meta: bool = False) -> nn.Module:
@@ -146,15 +165,20 @@ def run_layouts(family: str, names: list[str]) -> None:
                 require_equal(family, words, own)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERYWHERE)
 def test_families_train_as_in_plain_torch(family: str) -> None:
-    run_layouts(family, layouts_of([*FAMILIES].index(family)))
+    run_layouts(family, layouts_of(EVERYWHERE.index(family)))
+
+
+def test_what_a_model_does_with_ids_alone_is_done() -> None:
+    """It scales the embedding where it gets ids, and not where it gets the embedding."""
+    require_equal(SLOW, "one", trained_with(SLOW, {}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERYWHERE)
 def test_every_layout_trains_as_in_plain_torch(family: str) -> None:
-    run_layouts(family, [name for name in LAYOUTS if name not in layouts_of([*FAMILIES].index(family))])
+    run_layouts(family, [name for name in LAYOUTS if name not in layouts_of(EVERYWHERE.index(family))])
 
 
 def dropped(rank: int, family: str, layouts: list[dict[str, Any]]) -> list[Trained]:
@@ -193,6 +217,94 @@ def test_a_model_on_the_meta_device_is_trained_and_opened_by_transformers(family
         total, number = Whole(opened)(case_of(family).micro_batch(1, 0))
     assert losses == [pytest.approx(float(total / number), rel=EXACT)] * 2
     assert 3.5 < losses[0] < 4.8, "the beginning is that of the family: nothing is known of the words"
+    own = {name.removeprefix("0.model.") for name in plain(family).values}
+    assert load_file(tmp_path / "model.safetensors").keys() == own, "what is tied stays so"
+
+
+def test_an_evaluation_drops_nothing() -> None:
+    """Neither in units, nor in what the model has around them."""
+    model = with_dropout("gptj")
+    state = torch.get_rng_state()
+    units = megazero.from_transformers(model)
+    assert torch.equal(torch.get_rng_state(), state), "looking at a model draws nothing"
+    batch = micro_batch(torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        total, number = Whole(with_dropout("gptj").eval())(batch)
+    with megazero.engine(units, "adamw", RATE, RULE) as engine:
+        assert float(engine.evaluate(batch)) == pytest.approx(float(total / number), rel=EXACT)
+        assert float(engine.step(batch).loss) != pytest.approx(float(total / number), rel=1e-4), "a step drops"
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+        return hidden + torch.tanh(self.linear(hidden)) * (1.0 if scale is None else scale)
+
+
+class Family(nn.Module):
+    """A model of the usual parts, which does something more: by words."""
+
+    def __init__(self, more: str) -> None:
+        super().__init__()
+        self.more, self.config = more, SimpleNamespace(num_hidden_layers=3)
+        self.words, self.layers = nn.Embedding(WORDS, 8), nn.ModuleList(Plain() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS)
+        if "frozen" in more:
+            self.middle = nn.Linear(8, 8).requires_grad_(False)
+        if "list" in more:
+            self.gains = nn.ParameterList([nn.Parameter(torch.ones(8))])
+        if "itself" in more:
+            self.gain = nn.Parameter(torch.ones(8))
+        if "nothing" in more:
+            self.idle = nn.Linear(2, 2)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        first = hidden = self.words(input_ids)
+        hidden = hidden * self.gains[0] if "list" in self.more else hidden
+        hidden = hidden * self.gain if "itself" in self.more else hidden
+        scale = first.mean(-1, keepdim=True) if "argument" in self.more else None
+        scale = self.middle(torch.ones(8)) if "frozen argument" in self.more else scale
+        for layer in self.layers:
+            hidden = layer(hidden, scale)
+            hidden = hidden * 0.5 if "scales" in self.more else hidden
+            hidden = hidden.mul_(0.5) if "in place" in self.more else hidden
+            hidden = self.middle(hidden) if "frozen between" in self.more else hidden
+        hidden = self.norm(hidden + first if "skips" in self.more else hidden)
+        return SimpleNamespace(
+            logits=F.linear(hidden, self.words.weight) if "table" in self.more else self.head(hidden)
+        )
+
+
+BETWEEN = "cannot be cut into units: it changes the hidden state between two layers"
+MORE = "layer 0 gets something beside its hidden state that depends on the embedding"
+UNCUT: Mapping[str, str] = MappingProxyType(
+    {
+        "scales": BETWEEN,
+        "in place": BETWEEN,
+        "a frozen between": BETWEEN,
+        "skips": "what follows the layers reads more than what the last one makes",
+        "an argument": MORE,
+        "a frozen argument": MORE,
+        "a list": r"it uses gains\.0 elsewhere than in a module that it calls",
+        "the model itself": "it uses gain elsewhere than in a module that it calls",
+        "a table": r"it uses words\.weight elsewhere than in a module that it calls",
+        "a module for nothing": r"parameter idle\.weight of Family is in no module that the model calls",
+    }
+)
+"""What a model does, and the words that refuse it: its numbers would be wrong, without an error."""
+
+
+@pytest.mark.parametrize("more", UNCUT)
+def test_what_units_cannot_do_is_refused(more: str) -> None:
+    megazero.from_transformers(Family("no more"))
+    with pytest.raises(ValueError, match=UNCUT[more]):
+        megazero.from_transformers(Family(more))
 
 
 WRONG: Mapping[str, tuple[Callable[[], Any], str]] = MappingProxyType(
@@ -227,3 +339,9 @@ def test_a_micro_batch_without_labels_is_named() -> None:
             engine.step({"input_ids": tokens})
         with pytest.raises(ValueError, match="the micro-batch has no 'input_ids': it has labels"):
             engine.step({"labels": tokens})
+        with pytest.raises(
+            ValueError, match=r"'labels' of the micro-batch are \[1, 3\], and the logits are \[1, 4, 61\]"
+        ):
+            engine.step({"input_ids": tokens, "labels": tokens[:, 1:]})
+        with pytest.raises(ValueError, match="the micro-batch has 'use_cache', which the units set themselves"):
+            engine.step({"input_ids": tokens, "labels": tokens, "use_cache": tokens})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import megazero
 from megazero.config.source import ConfigError
@@ -40,17 +40,76 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(weights.grad, 0.01)
 
 
-class Elsewhere(Lion):
-    """Keeps the number of its steps where nobody finds it."""
+class Sgd(torch.optim.Optimizer):
+    """Plain descent, with something more in a subclass."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, lr)
-        self.number = 0
+        super().__init__(params, {"lr": lr, "number": 0})
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weights in group["params"]:
+                state = self.state[weights]
+                state["step"] = state.get("step", 0) + 1
+                weights.sub_(group["lr"] * self.direction(weights, weights.grad, state, group))
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Elsewhere(Sgd):
+    """Keeps the number of its steps where nobody finds it."""
+
+    number = 0
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         self.number += 1
-        self.param_groups[0]["lr"] = 0.1 / self.number
-        super().step()
+        return gradient / self.number
+
+
+class InGroup(Sgd):
+    """Counts in its options, as Lookahead does in packages."""
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        group["number"] += 1
+        return gradient / group["number"]
+
+
+class Late(Sgd):
+    """Makes a state tensor in its fifth step."""
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if state["step"] > 4:
+            state["late"] = state.get("late", 0) + gradient
+        return gradient
+
+
+class ClipsLarge(Sgd):
+    """Looks at the norm of a gradient, where that is large alone."""
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return gradient / max(1.0, float(gradient.norm()) / 300)
+
+
+class Projects(Sgd):
+    """Looks at the direction of a gradient, where that is orthogonal to the weights alone, as AdamP does."""
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        along = torch.cosine_similarity(weights.view(1, -1), gradient.view(1, -1)).abs().item()
+        return gradient * 0.5 if along < 1e-6 else gradient
+
+
+class Large(Sgd):
+    """Looks at the size of a parameter."""
+
+    def direction(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return gradient - gradient.mean() if weights.numel() > 1000 else gradient
+
+
+def in_two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[:-1]}, {"params": parameters[-1:], "lr": 0.5}]
+    return torch.optim.SGD(groups)
 
 
 OPTIMIZERS: Mapping[str, tuple[MakeOptimizer, tuple[str, ...]]] = {
@@ -161,6 +220,12 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "a closure": (torch.optim.LBFGS, "LBFGS .* it makes no step of parameters with dense gradients: .*closure"),
     "another number": (torch.optim.NAdam, "NAdam .* it keeps mu_product of a parameter, which is neither"),
     "something elsewhere": (Elsewhere, "Elsewhere .* it keeps something elsewhere than in the state"),
+    "changed options": (InGroup, "InGroup .* its steps change the options of its group"),
+    "a late state": (Late, "Late .* it keeps late of a parameter in some steps: step 1 is not as others"),
+    "a norm of large ones": (ClipsLarge, "ClipsLarge .* depends on other elements"),
+    "a direction": (Projects, "Projects .* depends on other elements"),
+    "a size": (Large, "Large .* depends on other elements"),
+    "two groups": (in_two_groups, "SGD .* it makes 2 groups of parameters"),
     "an optimizer": (torch.optim.SGD([nn.Parameter(torch.ones(2))]), "is a SGD: .*functools.partial"),
     "no optimizer": (lambda parameters: nn.ReLU(), "makes a ReLU: a torch.optim.Optimizer is needed"),
     "nothing": (None, "optimizer is a NoneType: the name of one of ours is needed"),
