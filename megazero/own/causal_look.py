@@ -61,7 +61,7 @@ def looked_at(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Modul
     why = dict[str, Exception]()
     for returns_tuple in (False, True):
         try:
-            with torch.no_grad(), kept_generators(torch.device("cpu")):
+            with torch.no_grad(), kept_generators(device_of(embedding)):
                 passes = [_Pass(model, layers, embedding, returns_tuple, variant) for variant in (0, 1)]
         except _Different as error:
             raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
@@ -94,8 +94,7 @@ class _Pass:
         self.called, self.calls = list[nn.Module | None](), list[LayerCall]()
         self._made: tuple[Tensor, int] | None = None
         torch.manual_seed(7)  # dropout is no difference
-        table = next(embedding.parameters())
-        device = torch.device("cpu") if table.is_meta else table.device
+        table, device = next(embedding.parameters()), device_of(embedding)
         blank = torch.full((), 0.5 + variant, dtype=table.dtype, device=device)
         self._layers = len(layers)
         around = {module for module in model.modules() if layers[0] in module.modules()}
@@ -199,10 +198,25 @@ class _ParametersSeen(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         attribute = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
         if attribute in FORWARDED if attribute else name not in ASKED:
-            for each in (*args, *kwargs.values()):
+            for each in _flat([*args, *kwargs.values()]):  # torch.cat takes them in a list
                 if id(each) in self._names:
                     raise _Different(f"it uses {self._names[id(each)]} elsewhere than in a module that it calls")
         return func(*args, **kwargs)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """What is in lists and tuples in these values, too."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def device_of(embedding: nn.Module) -> torch.device:
+    """Where a model that may be on the meta device computes."""
+    table = next(embedding.parameters())
+    return torch.device("cpu") if table.is_meta else table.device
 
 
 def layer_forward(in_place: InPlace, *, returns_tuple: bool) -> Callable[..., Any]:

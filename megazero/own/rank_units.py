@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +100,33 @@ def _inventory(model: Model, run: Run, chunks: Sequence[range]) -> list[list[Par
             ]
         )
 
+    for stage in {0, last} if tied else ():
+        _require_one_chunk(model, [chunks[number] for number in holders.of(stage)], tied)
+
     def shape_of(parameter: nn.Parameter) -> ParameterShape:
         name = model.names[id(parameter)]
         return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, name in tied)
 
     return [[shape_of(parameter) for parameter in unit.parameters()] for unit in model.units]
+
+
+def _require_one_chunk(model: Model, chunks: Sequence[range], tied: Set[str]) -> None:
+    """Raise ConfigError if a stage has what spans stages in several of its chunks: as several buckets, of which the
+    other stage may have others.
+    """
+    seen, firsts = set[str](), list[str]()
+    for units in chunks:
+        names = [model.names[id(each)] for number in units for each in model.units[number].parameters()]
+        if fresh := [name for name in names if name in tied and name not in seen]:
+            seen.update(fresh)
+            firsts.append(fresh[0])
+    if len(firsts) > 1:
+        raise ConfigError(
+            [
+                f"parameters {' and '.join(sorted(firsts))} are on the first stage and the last in other model chunks "
+                "of a stage: virtual_stages 1, or a partition that has both in one chunk, is needed"
+            ]
+        )
 
 
 def structure_digest(model: Model) -> int:

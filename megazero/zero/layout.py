@@ -7,7 +7,7 @@ Checkpoints and the planner call these functions for other ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,16 +200,17 @@ def pack(
     sizes   number of ranks in each group that some spec names
 
     No bucket spans two chunks or two groups. Matrices of equal shape that follow each other in a unit (gate and up) are
-    adjacent in one bucket, with `Packing.block` if they are whole blocks.
+    adjacent in one bucket, with `Packing.block` if they are whole blocks. What spans stages is one bucket of a chunk,
+    in the order of names: the ranks of all these stages reduce the same one.
     """
     buckets: list[BucketLayout] = []
     seen: set[str] = set()
     for number, units in enumerate(chunks):
         filling, whole = _Filling(number, sizes, packing), _Filling(number, sizes, packing, kept_whole=True)
-        for unit in units:
+        for unit in _with_tied_together(units, seen):
             fresh = [spec for spec in unit if spec.name not in seen]
             seen.update(spec.name for spec in fresh)
-            small = [spec for spec in fresh if packing.by_unit and spec.local_numel < packing.keep_below]
+            small = _small(fresh, packing)
             whole.add(_inseparable(small))
             for part in _parts([spec for spec in fresh if spec not in small], packing):
                 filling.add(_inseparable(part))
@@ -219,6 +220,32 @@ def pack(
         whole.close()
         buckets += filling.closed + whole.closed
     return tuple(buckets)
+
+
+def _with_tied_together(units: Sequence[Sequence[ParameterSpec]], seen: Collection[str]) -> list[list[ParameterSpec]]:
+    """The units of a chunk, of which the first with a parameter that spans stages has all of these, by name."""
+    tied = {spec.name: spec for unit in units for spec in unit if spec.state_group.spans_stages}
+    together = [tied[name] for name in sorted(tied.keys() - set(seen))]
+    moved, placed = list[list[ParameterSpec]](), False
+    for unit in units:
+        of_unit = list[ParameterSpec]()
+        for spec in unit:
+            if not spec.state_group.spans_stages:
+                of_unit.append(spec)
+            elif not placed:
+                of_unit += together
+                placed = True
+        moved.append(of_unit)
+    return moved
+
+
+def _small(specs: Sequence[ParameterSpec], packing: Packing) -> list[ParameterSpec]:
+    """Those of a unit that stay whole with ZeRO-3. What spans stages is small as a whole, or not."""
+    if not packing.by_unit:
+        return []
+    tied = sum(spec.local_numel for spec in specs if spec.state_group.spans_stages)
+    sizes = {spec: tied if spec.state_group.spans_stages else spec.local_numel for spec in specs}
+    return [spec for spec, numel in sizes.items() if numel < packing.keep_below]
 
 
 def _parts(unit: list[ParameterSpec], packing: Packing) -> list[list[ParameterSpec]]:
@@ -268,13 +295,17 @@ class _Filling:
 
 
 def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Runs of parameters that share a bucket: a matrix with its bias, and consecutive matrices of equal shape."""
+    """Runs of parameters that share a bucket: a matrix with its bias, consecutive matrices of equal shape, and what
+    spans stages.
+    """
     runs: list[list[ParameterSpec]] = []
     matrix: ParameterSpec | None = None
     for spec in specs:
         apart = not runs or runs[-1][0].state_group is not spec.state_group
-        follows = not spec.kind.decays or (
-            spec.kind is ParameterKind.MATRIX and matrix is not None and matrix.shape == spec.shape
+        follows = (
+            not spec.kind.decays
+            or spec.state_group.spans_stages
+            or (spec.kind is ParameterKind.MATRIX and matrix is not None and matrix.shape == spec.shape)
         )
         if follows and not apart:
             runs[-1].append(spec)

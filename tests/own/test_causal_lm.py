@@ -277,7 +277,7 @@ class Family(nn.Module):
             hidden = self.middle(hidden) if "frozen between" in self.more else hidden
         hidden = self.norm(hidden + first if "skips" in self.more else hidden)
         return SimpleNamespace(
-            logits=F.linear(hidden, self.words.weight) if "table" in self.more else self.head(hidden)
+            logits=F.linear(hidden, torch.cat([self.words.weight])) if "table" in self.more else self.head(hidden)
         )
 
 
