@@ -22,6 +22,9 @@ from typing import Any, BinaryIO
 
 from megazero.system.file_kinds import HEAD, fault_of_text, told_of_kind
 
+PIPE_BLOCK = 1 << 20
+"""Bytes that are asked for at once of what does not say its size."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -128,7 +131,7 @@ def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
         there = os.fstat(file.fileno())
         try:
             # read() allocates as much as it is asked for, so it is asked for the file's size at most. A pipe and files
-            # of /proc have no size.
+            # of /proc have no size, and neither has an empty file: they are read in blocks.
             sized = stat.S_ISREG(there.st_mode) and there.st_size > 0
             data = file.read(min(most, there.st_size) + 1) if sized else _from_pipe(file, path, most + 1)
         except OSError as error:
@@ -166,7 +169,11 @@ def _from_pipe(file: BinaryIO, path: Path, most: int) -> bytes:
         if not first and not heard:
             raise Unreadable(f"{path} is a pipe or a device, and nobody writes into it")
     os.set_blocking(file.fileno(), True)
-    return first + file.read(most - len(first))
+    blocks, left = [first], most - len(first)
+    while left and (block := file.read(min(left, PIPE_BLOCK))):
+        blocks.append(block)
+        left -= len(block)
+    return b"".join(blocks)
 
 
 def read_text(path: Path, most: int, *, piped: bool = False) -> str:

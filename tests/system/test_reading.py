@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import tracemalloc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +116,23 @@ def test_a_file_whose_size_is_not_told_is_read_whole() -> None:
     assert read_bytes(Path("/proc/version"), 1000) == there and len(there) > 10
     with pytest.raises(Unreadable, match="version has more than 10 bytes"):
         read_bytes(Path("/proc/version"), 10)
+
+
+def test_an_empty_file_takes_no_memory(tmp_path: Path) -> None:
+    """It has no size, as a pipe has none, and the bound is no request."""
+    (tmp_path / "empty").write_bytes(b"")
+    assert read_bytes(tmp_path / "empty", 1 << 46) == b""
+
+
+def test_a_pipe_of_several_blocks_is_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    content = bytes(range(251)) * 12_000
+    for most, is_whole in ((len(content), True), (len(content) - 1, False)):
+        writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(content))
+        writer.start()
+        with nullcontext() if is_whole else pytest.raises(Unreadable, match="has more than 3,011,999 bytes"):
+            assert read_bytes(tmp_path / "pipe", most, piped=True) == content
+        writer.join()
 
 
 def test_a_pipe_is_read_to_the_bound(tmp_path: Path) -> None:
