@@ -22,7 +22,17 @@ ELSEWHERE: Mapping[str, str] = {
     r"kubectl ": "tests/examples/test_kubernetes.py::test_its_command_is_valid_on_its_ranks",
     r"megazero harness run ": "tests/evaluation/test_lm_eval.py::test_simple_evaluate",
     r"(python|torchrun .*) examples/own_program": "tests/examples/test_own_program.py::test_it_trains_under_torchrun",
-    r"(python|torchrun .*) examples/own_modules": "tests/examples/test_own_modules.py::test_ranks_train_alike",
+    r"python examples/own_plain": "tests/examples/test_own_modules.py::test_the_page_shows_what_the_plain_loop_prints",
+    r"(python|torchrun .*) examples/own_modules[.]py.*(--meta|bf16|fp16)": (
+        "tests/examples/test_own_modules.py::test_others_learn_too"
+    ),
+    r"(python|torchrun .*) examples/own_modules": (
+        "tests/examples/test_own_modules.py::test_a_layout_prints_what_the_plain_loop_prints"
+    ),
+    r"\(ulimit ": "tests/examples/test_own_modules.py::test_a_model_of_more_than_the_memory",
+    r"(python|torchrun .*) examples/own_(vision|translation|head)": (
+        "tests/examples/test_own_examples.py::test_ranks_learn_the_same"
+    ),
     r"sed -n '/\^```python/": "tests/docs/test_one_step.py::test_the_first_command_prints_what_the_page_shows",
     r"torchrun .* one_step[.]py$": "tests/docs/test_one_step.py::test_the_first_command_prints_what_the_page_shows",
     r"torchrun .* one_step[.]py --pp 2$": "tests/docs/test_one_step.py::test_two_stages_print_the_same_results",
