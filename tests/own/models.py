@@ -25,6 +25,9 @@ class Case:
     batch: Callable[[torch.Generator], Batch]
     unused: bool = False
     """Whether there is a parameter without influence."""
+    steps: int = STEPS
+    micro_batches: int = MICRO_BATCHES
+    """Of a step, of all ranks."""
 
     def built(self) -> list[nn.Module]:
         """The same values each time, in float64."""
@@ -309,10 +312,10 @@ def plainly_trained(case: Case, make: Callable[[list[nn.Parameter]], torch.optim
     trained = [parameter for parameter in units.parameters() if parameter.requires_grad]
     optimizer = make(trained)
     numbers = list[tuple[float, float]]()
-    for step in range(STEPS):
+    for step in range(case.steps):
         optimizer.zero_grad()
         total, count = 0.0, 0.0
-        for number in range(MICRO_BATCHES):
+        for number in range(case.micro_batches):
             loss, counted = whole_loss(case, list(units), step, number)
             loss.backward()
             total, count = total + loss.item(), count + float(counted)
@@ -326,6 +329,6 @@ def plainly_trained(case: Case, make: Callable[[list[nn.Parameter]], torch.optim
         numbers.append((total / count, float(norm)))
     units.eval()
     with torch.no_grad():
-        losses = [whole_loss(case, list(units), STEPS, number) for number in range(MICRO_BATCHES)]
+        losses = [whole_loss(case, list(units), case.steps, number) for number in range(case.micro_batches)]
     evaluated = sum(float(loss) for loss, _ in losses) / sum(float(counted) for _, counted in losses)
     return Trained(numbers, evaluated, {name: value.detach().clone() for name, value in units.state_dict().items()})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megazero
-from tests.own.models import MICRO_BATCHES, RATE, STEPS, Batch, Case, Trained, plainly_trained
-from tests.own.test_engine import EXACT, LAYOUTS, RULE
+from tests.own.models import RATE, Batch, Case, Trained, plainly_trained
+from tests.own.training import EXACT, LAYOUTS, RULE, require_equal, trained_with
 from tests.ranks import run_ranks
 
 WORDS, LENGTH, IGNORED = 61, 7, -100
@@ -117,38 +117,18 @@ def case_of(family: str) -> Case:
 
 @cache
 def plain(family: str) -> Trained:
-    return plainly_trained(case_of(family))
+    """With the names of the model."""
+    made = plainly_trained(case_of(family))
+    return replace(made, values={name.removeprefix("0.model."): value for name, value in made.values.items()})
 
 
-def trained(rank: int, family: str, layouts: list[dict[str, Any]]) -> list[Trained]:
-    return [trained_with(family, layout) for layout in layouts]
-
-
-def trained_with(family: str, layout: Mapping[str, Any], build: Callable[[str], nn.Module] = built) -> Trained:
-    case, numbers = case_of(family), list[tuple[float, float]]()
-    with TemporaryDirectory() as folder:
-        disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
-        model = megazero.from_transformers(build(family))
-        with megazero.engine(model, "adamw", RATE, {**RULE, **layout, **disks}) as engine:
-            share = MICRO_BATCHES // engine.data_ranks
-            own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
-            for step in range(STEPS):
-                made = engine.step([case.micro_batch(step, number) for number in own])
-                numbers.append((float(made.loss), float(made.grad_norm)))
-            evaluated = engine.evaluate([case.micro_batch(STEPS, number) for number in own])
-            return Trained(numbers, float(evaluated), engine.state_dict())
-
-
-def require_equal(family: str, words: str, made: Trained) -> None:
-    expected = plain(family)
-    for step, (numbers, right) in enumerate(zip(made.numbers, expected.numbers, strict=True)):
-        assert numbers == pytest.approx(right, rel=EXACT), f"{family}, {words}, step {step}"
-    assert made.evaluated == pytest.approx(expected.evaluated, rel=EXACT), f"{family}, {words}"
-    values = {name.removeprefix("0.model."): value for name, value in expected.values.items()}
-    assert {*made.values} == {*values}, f"{family}, {words}: the names are those of the model"
-    for name, value in made.values.items():
-        off = (value - values[name]).abs().max().item()
-        assert off < EXACT, f"{family}, {words}, {name}"
+def trained(
+    rank: int, family: str, layouts: list[dict[str, Any]], build: Callable[[str], nn.Module] = built
+) -> list[Trained]:
+    case = case_of(family)
+    return [
+        trained_with(case, {**RULE, **layout}, model=megazero.from_transformers(build(family))) for layout in layouts
+    ]
 
 
 def layouts_of(number: int) -> list[str]:
@@ -162,7 +142,7 @@ def run_layouts(family: str, names: list[str]) -> None:
         layouts = {name: LAYOUTS[name][1] for name in names if LAYOUTS[name][0] == size}
         for made in run_ranks(size, trained, family, [*layouts.values()]):
             for words, own in zip(layouts, made, strict=True):
-                require_equal(family, words, own)
+                require_equal(own, plain(family), f"{family}, {words}")
 
 
 @pytest.mark.parametrize("family", EVERYWHERE)
@@ -172,7 +152,8 @@ def test_families_train_as_in_plain_torch(family: str) -> None:
 
 def test_what_a_model_does_with_ids_alone_is_done() -> None:
     """It scales the embedding where it gets ids, and not where it gets the embedding."""
-    require_equal(SLOW, "one", trained_with(SLOW, {}))
+    (made,) = trained(0, SLOW, [{}])
+    require_equal(made, plain(SLOW), SLOW)
 
 
 @pytest.mark.slow
@@ -181,19 +162,14 @@ def test_every_layout_trains_as_in_plain_torch(family: str) -> None:
     run_layouts(family, [name for name in LAYOUTS if name not in layouts_of(EVERYWHERE.index(family))])
 
 
-def dropped(rank: int, family: str, layouts: list[dict[str, Any]]) -> list[Trained]:
-    return [trained_with(family, layout, with_dropout) for layout in layouts]
-
-
 def test_dropout_is_the_same_in_every_layout() -> None:
     """What a layer drops does not depend on the layers that its rank has, nor on a second forward of it."""
     names = "zero-2", "pp 2", "interleaved"
-    expected = trained_with("gptj", {}, with_dropout)
+    (expected,) = trained(0, "gptj", [{}], with_dropout)
     assert expected.numbers[0] != pytest.approx(plain("gptj").numbers[0], rel=1e-4), "something is dropped"
-    for made in run_ranks(2, dropped, "gptj", [LAYOUTS[name][1] for name in names]):
+    for made in run_ranks(2, trained, "gptj", [LAYOUTS[name][1] for name in names], with_dropout):
         for name, layout in zip(names, made, strict=True):
-            for step, (numbers, right) in enumerate(zip(layout.numbers, expected.numbers, strict=True)):
-                assert numbers == pytest.approx(right, rel=EXACT), f"{name}, step {step}"
+            require_equal(layout, expected, name)
 
 
 def exported(rank: int, family: str, folder: str) -> float:
@@ -217,8 +193,7 @@ def test_a_model_on_the_meta_device_is_trained_and_opened_by_transformers(family
         total, number = Whole(opened)(case_of(family).micro_batch(1, 0))
     assert losses == [pytest.approx(float(total / number), rel=EXACT)] * 2
     assert 3.5 < losses[0] < 4.8, "the beginning is that of the family: nothing is known of the words"
-    own = {name.removeprefix("0.model.") for name in plain(family).values}
-    assert load_file(tmp_path / "model.safetensors").keys() == own, "what is tied stays so"
+    assert load_file(tmp_path / "model.safetensors").keys() == plain(family).values.keys(), "what is tied stays so"
 
 
 def test_an_evaluation_drops_nothing() -> None:

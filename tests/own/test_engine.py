@@ -4,81 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 
 import megazero
-from tests.own.models import (
-    BETAS,
-    CASES,
-    CLIP,
-    DECAY,
-    EPSILON,
-    MICRO_BATCHES,
-    RATE,
-    STEPS,
-    Case,
-    Trained,
-    plainly_trained,
-)
+from tests.own.models import CASES, MICRO_BATCHES, RATE, Trained, plainly_trained
+from tests.own.training import LAYOUTS, RULE, model_of, require_equal, trained_with
 from tests.ranks import run_ranks
-
-EXACT = 1e-9
-RULE = {
-    "precision": "fp64",
-    "weight_decay": DECAY,
-    "clip_grad": CLIP,
-    "adam_beta1": BETAS[0],
-    "adam_beta2": BETAS[1],
-    "adam_eps": EPSILON,
-}
-Layout = tuple[int, dict[str, Any]]
-LAYOUTS: Mapping[str, Layout] = {
-    "one": (1, {}),
-    "recompute": (1, {"recompute_granularity": "full", "bucket_size": 60}),
-    "host": (1, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "late_update": True}),
-    "zero-1": (2, {"zero_stage": 1, "bucket_size": 100}),
-    "zero-2": (2, {"zero_stage": 2, "recompute_granularity": "full", "offload_gradients": "cpu"}),
-    "zero-3": (4, {"zero_stage": 3, "late_update": True}),
-    "hybrid": (4, {"zero_stage": 3, "zero_shard_size": 2}),
-    "pp 2": (2, {"pp": 2, "late_update": True}),
-    "interleaved": (2, {"pp": 2, "virtual_stages": 2, "zero_stage": 1}),
-    "zb-v": (2, {"pp": 2, "virtual_stages": 2, "pipeline_schedule": "zb-v"}),
-    "pp 2 x dp 2": (4, {"pp": 2, "zero_stage": 3, "recompute_granularity": "full"}),
-    "disks": (1, {"zero_stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"}),
-    "disks, pp 2": (2, {"pp": 2, "offload_optimizer": "nvme:0.5", "zero_stage": 2, "late_update": True}),
-    "pp 3": (3, {"pp": 3, "pipeline_schedule": "zb-h1", "offload_optimizer": "cpu:0.5"}),
-}
 
 
 def trained_on_rank(rank: int, name: str, layouts: list[dict[str, Any]]) -> list[Trained]:
-    return [trained(CASES[name], layout) for layout in layouts]
-
-
-def trained(case: Case, layout: Mapping[str, Any]) -> Trained:
-    with TemporaryDirectory() as folder:
-        disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
-        made = trained_with(case, {**layout, **disks})
-        assert not any(Path(folder).iterdir()), "swap files are removed"
-        return made
-
-
-def trained_with(case: Case, layout: Mapping[str, Any]) -> Trained:
-    model = megazero.Model(case.built(), case.loss, unused=case.unused)
-    with megazero.engine(model, "adamw", RATE, {**RULE, **layout}) as engine:
-        share = MICRO_BATCHES // engine.data_ranks
-        own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
-        steps, evaluated = list[megazero.StepResult](), torch.tensor(0.0)
-        for step in range(STEPS):
-            steps.append(engine.step([case.micro_batch(step, number) for number in own]))
-            # leaves no trace in the steps behind it
-            evaluated = engine.evaluate([case.micro_batch(STEPS, number) for number in own])
-        numbers = [(float(step.loss), float(step.grad_norm)) for step in steps]
-        return Trained(numbers, float(evaluated), engine.state_dict())
+    return [trained_with(CASES[name], {**RULE, **layout}, evaluates_each=True) for layout in layouts]
 
 
 plain = cache(plainly_trained)
@@ -97,22 +35,14 @@ def test_every_layout_trains_as_plain_torch(name: str, size: int) -> None:
     expected = plain(CASES[name])
     for rank, made in enumerate(run_ranks(size, trained_on_rank, name, list(layouts.values()))):
         for words, own in zip(layouts, made, strict=True):
-            where = f"{name}, {words}, rank {rank}"
-            for step, (numbers, right) in enumerate(zip(own.numbers, expected.numbers, strict=True)):
-                assert numbers == pytest.approx(right, rel=EXACT), f"{where}, step {step}"
-            assert own.evaluated == pytest.approx(expected.evaluated, rel=EXACT), where
-            assert {*own.values} == {*expected.values}, where
-            for parameter, value in own.values.items():
-                off = (value - expected.values[parameter]).abs().max().item()
-                assert off < EXACT, f"{where}, {parameter}"
+            require_equal(own, expected, f"{name}, {words}, rank {rank}")
 
 
 def evaluated_first(rank: int) -> list[float]:
     """The losses of an evaluation, and of two steps behind it."""
     case = CASES["mlp"]
-    model = megazero.Model(case.built(), case.loss)
     batches = [case.micro_batch(0, number) for number in range(MICRO_BATCHES)]
-    with megazero.engine(model, "adamw", RATE, {**RULE, "pp": 2}) as engine:
+    with megazero.engine(model_of(case), "adamw", RATE, {**RULE, "pp": 2}) as engine:
         return [float(engine.evaluate(batches)), *(float(engine.step(batches).loss) for _ in range(2))]
 
 

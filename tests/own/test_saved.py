@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import nn
 import megazero
 from megazero.checkpoint.format import Damaged
 from megazero.own.saved import BESIDE
-from tests.own.models import CASES, MICRO_BATCHES, RATE, STEPS, Case, Trained, mlp, plainly_trained, squared
-from tests.own.test_engine import EXACT, RULE
+from tests.own.models import CASES, MICRO_BATCHES, RATE, Case, Trained, mlp, plainly_trained, squared
+from tests.own.training import RULE, require_equal, share_of
 from tests.ranks import run_ranks
 
 LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -40,13 +41,11 @@ def two_steps(rank: int, name: str, layout: dict[str, Any], folder: str) -> Trai
     with megazero.engine(model, "adamw", RATE, {**RULE, **layout}) as engine:
         about = engine.load(folder) or {"next": 0}
         assert engine.steps == about["next"]
-        share = MICRO_BATCHES // engine.data_ranks
-        own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
         for step in range(about["next"], about["next"] + 2):
-            made = engine.step([case.micro_batch(step, number) for number in own])
+            made = engine.step(share_of(engine, case, step))
             numbers.append((float(made.loss), float(made.grad_norm)))
         engine.save(folder, {"next": about["next"] + 2})
-        evaluated = engine.evaluate([case.micro_batch(STEPS, number) for number in own])
+        evaluated = engine.evaluate(share_of(engine, case, case.steps))
         return Trained(numbers, float(evaluated), engine.state_dict())
 
 
@@ -56,12 +55,8 @@ def test_a_run_goes_on_over_layouts(name: str, tmp_path: Path) -> None:
     for size, layout in LAYOUTS:
         last = run_ranks(size, two_steps, name, layout, str(tmp_path / "saved"))[-1]
         numbers += last.numbers
-    assert last is not None and len(numbers) == STEPS
-    for step, (found, right) in enumerate(zip(numbers, expected.numbers, strict=True)):
-        assert found == pytest.approx(right, rel=EXACT), f"step {step}"
-    assert last.evaluated == pytest.approx(expected.evaluated, rel=EXACT)
-    for parameter, value in last.values.items():
-        assert (value - expected.values[parameter]).abs().max().item() < EXACT, parameter
+    assert last is not None
+    require_equal(replace(last, numbers=numbers), expected, name)
 
 
 def engine_of(units: list[nn.Module], case: Case = CASES["mlp"]) -> megazero.Engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 import megazero
 from megazero.config.source import ConfigError
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
-from tests.own.models import CASES, CLIP, MICRO_BATCHES, STEPS, Trained, plainly_trained
-from tests.own.test_engine import EXACT, LAYOUTS
+from tests.own.models import CASES, CLIP, Trained, plainly_trained
+from tests.own.training import LAYOUTS, OF_ALL, require_equal, trained_with
 from tests.ranks import run_ranks
 
 CASE = CASES["tuples"]
-RULE = {"precision": "fp64", "clip_grad": CLIP}
 
 
 class Lion(torch.optim.Optimizer):
@@ -126,34 +124,8 @@ OPTIMIZERS: Mapping[str, tuple[MakeOptimizer, tuple[str, ...]]] = {
 
 
 def trained(rank: int, name: str, layouts: list[dict[str, Any]]) -> list[Trained]:
-    return [trained_with(OPTIMIZERS[name][0], layout) for layout in layouts]
-
-
-def trained_with(make: MakeOptimizer, layout: Mapping[str, Any], again: str | None = None, on: int = 0) -> Trained:
-    """From step `on` of the checkpoint that is in the folder `again`."""
-    with TemporaryDirectory() as folder:
-        disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
-        model = megazero.Model(CASE.built(), CASE.loss, unused=True)
-        numbers = list[tuple[float, float]]()
-        with megazero.engine(model, make, run={**RULE, **layout, **disks}) as engine:
-            if again is not None and on:
-                engine.load(again)
-            share = MICRO_BATCHES // engine.data_ranks
-            own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
-            for step in range(on, STEPS):
-                made = engine.step([CASE.micro_batch(step, number) for number in own])
-                numbers.append((float(made.loss), float(made.grad_norm)))
-                if again is not None and step == 3:
-                    engine.save(again)
-            return Trained(numbers, 0.0, engine.state_dict())
-
-
-def require_equal(made: Trained, expected: Trained, words: str, since: int = 0) -> None:
-    for step, (numbers, right) in enumerate(zip(made.numbers, expected.numbers[since:], strict=True), since):
-        assert numbers == pytest.approx(right, rel=EXACT), f"{words}, step {step}"
-    for name, value in made.values.items():
-        off = (value - expected.values[name]).abs().max().item()
-        assert off < EXACT, f"{words}, {name}"
+    make, _ = OPTIMIZERS[name]
+    return [trained_with(CASE, {**OF_ALL, **layout}, make, None) for layout in layouts]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -169,9 +141,11 @@ def test_optimizers_of_torch_update_ranges_as_whole_parameters(name: str) -> Non
 
 
 def stopped_and_resumed(rank: int, folder: str, name: str) -> Trained:
-    """Four steps with ZeRO-2 and on, and then the steps behind them with two stages."""
-    trained_with(OPTIMIZERS[name][0], {"zero_stage": 2}, folder)
-    return trained_with(OPTIMIZERS[name][0], {"pp": 2, "offload_optimizer": "cpu"}, folder, on=4)
+    """Four steps with ZeRO-2, and then the steps behind them with two stages."""
+    make, _ = OPTIMIZERS[name]
+    trained_with(CASE, {**OF_ALL, "zero_stage": 2}, make, None, steps=range(4), save=folder)
+    run = {**OF_ALL, "pp": 2, "offload_optimizer": "cpu"}
+    return trained_with(CASE, run, make, None, steps=range(4, CASE.steps), load=folder)
 
 
 @pytest.mark.parametrize("name", ["amsgrad", "momentum", "adagrad"])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.config.source import ConfigError
-from tests.own.models import CASES, MICRO_BATCHES, RATE, Batch, Begin, of_mlp, squared
-from tests.own.test_engine import RULE
+from tests.own.models import CASES, RATE, Batch, Begin, of_mlp, squared
+from tests.own.training import RULE, share_of
 from tests.ranks import config_error, run_ranks
 
 
@@ -61,9 +61,7 @@ def begun(rank: int, layout: dict[str, Any], folder: str) -> tuple[dict[str, Ten
         model = megazero.Model(units(), squared)
     with megazero.engine(model, "adamw", RATE, {**RULE, **layout}) as engine:
         engine.export(Path(folder) / "begun.safetensors")
-        share = MICRO_BATCHES // engine.data_ranks
-        own = range(engine.data_rank * share, (engine.data_rank + 1) * share)
-        step = engine.step([CASES["mlp"].micro_batch(0, number) for number in own])
+        step = engine.step(share_of(engine, CASES["mlp"], 0))
         return engine.state_dict(), float(step.loss)
 
 
