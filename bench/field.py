@@ -33,7 +33,18 @@ TRAFFIC = {
     1: "a reduce-scatter of fp32 gradients and a gather of bf16 parameters: 4 + 2 bytes a parameter and step",
     3: "the same, and parameters are gathered in forward and in backward: 4 + 2 x 2 bytes a parameter and step",
 }
-SHARDED = "blocks compiled; a block is a unit, resharded after its forward; gradients travel in fp32"
+SHARDING = (
+    torch_parallel(
+        "FSDP2",
+        "fsdp2",
+        "blocks compiled; a block is a unit, resharded after its forward; gradients travel in fp32",
+        replicas=2,
+        compile=True,
+    ),
+    deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
+    deepspeed(3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"),
+)
+"""The peers that shard their parameters."""
 
 
 def sharded(name: str, work: Workload) -> Table:
@@ -45,11 +56,7 @@ def sharded(name: str, work: Workload) -> Table:
         replace(megazero("megazero ZeRO-3", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
         (
             replace(megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2), note=TRAFFIC[1]),
-            torch_parallel("FSDP2", "fsdp2", SHARDED, replicas=2, compile=True),
-            deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
-            deepspeed(
-                3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
-            ),
+            *SHARDING,
         ),
     )
 
@@ -62,11 +69,7 @@ def own(name: str, work: Workload) -> Table:
         work,
         own_model("megazero, own model", replicas=2, zero_stage=3),
         (
-            torch_parallel("FSDP2", "fsdp2", SHARDED, replicas=2, compile=True),
-            deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
-            deepspeed(
-                3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
-            ),
+            *SHARDING,
             replace(megazero("megazero, its own BLOOM", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
         ),
     )
