@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.model.batch import MicroBatch, PastKeyValues
+from megazero.model.evaluation import evaluating
 from megazero.model.stage import Stage
 from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.collectives import broadcast
@@ -97,12 +98,5 @@ class Pipeline:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context with the stages in evaluation mode (no dropout) and without gradients; it restores their mode."""
-        before = [stage.training for stage in self.stages]
-        for stage in self.stages:
-            stage.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for stage, training in zip(self.stages, before, strict=True):
-                stage.train(training)
+        with torch.no_grad(), evaluating(module for stage in self.stages for module in stage.modules()):
+            yield

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.model.evaluation import evaluating
 from megazero.own.causal_look import (
     InPlace,
     LayerCall,
     blank_embedding,
-    evaluating,
     layer_forward,
     looked_at,
     nothing,

@@ -278,16 +278,3 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = forward_before
-
-
-@contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which these modules, each by itself, are in evaluation mode."""
-    were_training = [module for module in modules if module.training]
-    for module in were_training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in were_training:
-            module.training = True

@@ -8,12 +8,12 @@ under sequence parallelism. Each stage reads tokens, labels and masks from its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megazero.model.evaluation import evaluating
 from megazero.mpu.bundle import MessageSpec
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
@@ -103,7 +103,7 @@ class PipelineEngine:
 
     def warm_up_evaluation(self, micro_batches: Sequence[PassBatch]) -> None:
         """As `warm_up`, for `evaluate`, which calls it if nobody has."""
-        with self._evaluating():
+        with torch.no_grad(), evaluating(self._modules()):
             LonePass(self.parts, micro_batches, trains=False).run(self.lists.evaluation(len(micro_batches)), None)
         self.is_warm[False] = True
 
@@ -143,19 +143,9 @@ class PipelineEngine:
         if not self.is_warm[False]:
             self.warm_up_evaluation(micro_batches)
         step = ScheduleRun(self.parts, micro_batches, trains=False)
-        with self._evaluating():
+        with torch.no_grad(), evaluating(self._modules()):
             step.run(self.lists.evaluation(len(micro_batches)), None)
         return step.loss_sum
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        # of each module by itself: one of a user's may be in evaluation mode in training
-        was_training = [(module, module.training) for stage in self.stages for module in stage.modules()]
-        for stage in self.stages:
-            stage.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in was_training:
-                module.training = training
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for stage in self.stages for module in stage.modules())
