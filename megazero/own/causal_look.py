@@ -58,13 +58,18 @@ class LookedAt:
 
 def looked_at(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
     """Look at a model. Raises ValueError with what it does that units cannot do."""
+    try:
+        return _found(model, layers, embedding)
+    except _Different as error:
+        raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
+
+
+def _found(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
     why = dict[str, Exception]()
     for returns_tuple in (False, True):
         try:
             with torch.no_grad(), kept_generators(device_of(embedding)):
                 passes = [_Pass(model, layers, embedding, returns_tuple, variant) for variant in (0, 1)]
-        except _Different as error:
-            raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
             why["a tuple" if returns_tuple else "a tensor"] = error
         else:
@@ -147,19 +152,16 @@ class _Pass:
 
 
 def _compared(model: nn.Module, passes: Sequence[_Pass], embedding: nn.Module, returns_tuple: bool) -> LookedAt:
-    """What two passes have in common. Raises ValueError where a difference in front reaches what is behind."""
+    """What two passes have in common. Raises _Different where a difference in front reaches what is behind."""
     first, second = passes
-    named = type(model).__name__
     for number, (one, other) in enumerate(zip(first.calls, second.calls, strict=True)):
         if not _equal((one.args, one.named), (other.args, other.named)):
-            raise ValueError(
-                f"{named} cannot be cut into units: layer {number} gets something beside its hidden state that depends "
-                "on the embedding, on what other layers make, or on a parameter"
+            raise _Different(
+                f"layer {number} gets something beside its hidden state that depends on the embedding, on what other "
+                "layers make, or on a parameter"
             )
     if not _equal(first.logits, second.logits):
-        raise ValueError(
-            f"{named} cannot be cut into units: what follows the layers reads more than what the last one makes"
-        )
+        raise _Different("what follows the layers reads more than what the last one makes")
     start = first.called.index(None)
     names = {module: name for name, module in model.named_modules()}
     before = {names[embedding]: embedding}

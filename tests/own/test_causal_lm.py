@@ -257,13 +257,13 @@ class Family(nn.Module):
 
 
 BETWEEN = "cannot be cut into units: it changes the hidden state between two layers"
-MORE = "layer 0 gets something beside its hidden state that depends on the embedding"
+MORE = "cannot be cut into units: layer 0 gets something beside its hidden state that depends on the embedding"
 UNCUT: Mapping[str, str] = MappingProxyType(
     {
         "scales": BETWEEN,
         "in place": BETWEEN,
         "a frozen between": BETWEEN,
-        "skips": "what follows the layers reads more than what the last one makes",
+        "skips": "cannot be cut into units: what follows the layers reads more than what the last one makes",
         "an argument": MORE,
         "a frozen argument": MORE,
         "a list": r"it uses gains\.0 elsewhere than in a module that it calls",
