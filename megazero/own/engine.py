@@ -39,7 +39,7 @@ from megazero.own.refusals import (
     require_alike,
     require_same_batches,
 )
-from megazero.own.saved import OwnCheckpoints, require_names, require_same_optimizer
+from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
 from megazero.own.settings import run_of
 from megazero.own.stage import OwnBatch, boundaries, buffer_dtype, shapes_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
@@ -318,7 +318,7 @@ class Engine:
         found = self._checkpoints.find(os.fspath(folder))
         if found is None:
             return None
-        require_same_optimizer(found.progress["optimizer_keeps"], self._kept)
+        require_same_optimizer(kept_in(found), self._kept)
         untrained = self._checkpoints.load(found)
         self._put_untrained(untrained)
         progress = found.progress

@@ -19,7 +19,7 @@ from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.format import Damaged
 from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
 from megazero.config.dump import run_dict
-from megazero.config.schema import CheckpointConfig, Run
+from megazero.config.schema import CheckpointConfig, OptimizerConfig, Run
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.pipeline.stage_specs import chunks_of
@@ -132,6 +132,15 @@ def require_names(read: Mapping[str, Tensor], held: Mapping[str, torch.Size]) ->
     for name, tensor in read.items():
         if tensor.shape != held[name]:
             raise ValueError(f"the checkpoint's {name} is {list(tensor.shape)}, and the model's {list(held[name])}")
+
+
+def kept_in(found: FoundCheckpoint) -> tuple[str, ...]:
+    """What a checkpoint has of each weight, by the names of its optimizer. One that does not say it is of the time when
+    an engine had our own optimizers alone.
+    """
+    if (kept := found.progress.get("optimizer_keeps")) is not None:
+        return tuple(kept)
+    return OptimizerConfig(optimizer=found.run["optimizer"]["optimizer"]).moments
 
 
 def require_same_optimizer(saved: Sequence[str], kept: Sequence[str]) -> None:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megazero
-from megazero.checkpoint.format import Damaged
+from megazero.checkpoint.format import MANIFEST, Damaged
+from megazero.checkpoint.reader import read_manifest
 from megazero.own.saved import BESIDE
 from tests.own.models import CASES, MICRO_BATCHES, RATE, Case, Trained, mlp, plainly_trained, squared
-from tests.own.training import RULE, require_equal, share_of
+from tests.own.training import OF_ALL, RULE, model_of, require_equal, share_of
 from tests.ranks import run_ranks
 
 LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -84,6 +85,30 @@ def test_a_checkpoint_of_another_model_or_a_damaged_one_is_named(tmp_path: Path)
     (path / BESIDE).write_bytes(b"no tensors")
     with engine_of(case.built()) as engine, pytest.raises(Damaged, match=f"is damaged: {BESIDE}"):
         engine.load(tmp_path)
+
+
+def test_a_checkpoint_that_does_not_say_what_its_optimizer_keeps_opens(tmp_path: Path) -> None:
+    """Such are those of the time when an engine had our own optimizers alone."""
+    case = CASES["mlp"]
+    for optimizer, other in (("sgd", "adamw"), ("adam", "sgd")):
+        folder = tmp_path / optimizer
+        with megazero.engine(model_of(case), optimizer, RATE, OF_ALL) as engine:
+            engine.step(case.micro_batch(0, 0))
+            path = engine.save(folder) / MANIFEST
+            engine.step(case.micro_batch(1, 0))
+            whole = engine.state_dict()
+        manifest = read_manifest(path.parent)
+        del manifest.progress["optimizer_keeps"]
+        path.write_bytes(manifest.encode())
+        with megazero.engine(model_of(case), optimizer, RATE, OF_ALL) as engine:
+            assert engine.load(folder) == {}
+            engine.step(case.micro_batch(1, 0))
+            assert all(torch.equal(value, whole[name]) for name, value in engine.state_dict().items())
+        with (
+            megazero.engine(model_of(case), other, RATE, OF_ALL) as engine,
+            pytest.raises(ValueError, match="the checkpoint is of another optimizer: it has exp_avg"),
+        ):
+            engine.load(folder)
 
 
 def test_numbers_of_a_step_come_back(tmp_path: Path) -> None:
