@@ -40,9 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--seed", type=int, metavar="N", help="draws other samples, layouts and examples than the seed in tests/seed"
     )
-    group.addoption(
-        "--layouts", type=int, metavar="N", help="how many generated layouts each test of tests/parity tries"
-    )
+    group.addoption("--layouts", type=int, metavar="N", help="how many generated layouts each test of such tries")
     group.addoption(
         "--part", type=part, metavar="K/N", help="run the K-th of N parts of what would run, so that days can share it"
     )
@@ -66,6 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Costs(option.cpu), "costs")
     if in_ci():
         config.pluginmanager.register(SkipsAreFailures(), "skips")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`layouts` marks a test of generated cases, with what draws them, how many there are at each depth, and what is
+    added to the seed.
+    """
+    mark = metafunc.definition.get_closest_marker("layouts")
+    if mark is not None:
+        option = metafunc.config.option
+        count = option.layouts or mark.kwargs[option.depth]
+        made = mark.kwargs["draw"](count, option.seed + mark.kwargs["salt"])
+        metafunc.parametrize("case", list(made), ids=lambda case: case.name)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

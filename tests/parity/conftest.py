@@ -1,4 +1,4 @@
-"""The generated layouts that a run tries, and the results of their models on one process."""
+"""The results of models on one process, with which generated layouts are compared."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.layouts import BATCH, Model, cases
+from tests.parity.layouts import BATCH, Model
 from tests.parity.training import Outcome, data_flags, train
 from tests.parity.ways import Way
 
 Reference = Callable[[Model, list[str]], Outcome]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`layouts` marks a test of generated cases, with how many there are at each depth, what is added to the seed, and
-    perhaps another generator than `cases` of this room.
-    """
-    mark = metafunc.definition.get_closest_marker("layouts")
-    if mark is not None:
-        option = metafunc.config.option
-        count = option.layouts or mark.kwargs[option.depth]
-        made = mark.kwargs.get("draw", cases)(count, option.seed + mark.kwargs["salt"])
-        metafunc.parametrize("case", list(made), ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="session")

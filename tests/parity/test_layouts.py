@@ -25,7 +25,7 @@ COUNT = 30
 Flags = Callable[[Model, str, list[str]], list[str]]
 
 
-@pytest.mark.layouts(check=1, test=COUNT, all=150, salt=0)
+@pytest.mark.layouts(draw=cases, check=1, test=COUNT, all=150, salt=0)
 def test_layout_equals_one_process(case: Case, flags_of: Flags, reference: Reference) -> None:
     flags = [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()]
     differences = worst(train(case.ranks, flags, way=case.way()), reference(case.model, STEPS))

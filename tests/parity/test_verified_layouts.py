@@ -11,7 +11,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import LoraConfig, Run
 from megazero.verify.proof import prove
 from tests.parity import tier_layouts
-from tests.parity.layouts import Case
+from tests.parity.layouts import Case, cases
 from tests.parity.tier_layouts import NUMBERS, RULES, whole_run
 from tests.parity.training import small_model
 
@@ -23,7 +23,7 @@ def assert_equal(run: Run, ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.layouts(check=0, test=2, all=1000, salt=36)
+@pytest.mark.layouts(draw=cases, check=0, test=2, all=1000, salt=36)
 def test_a_legal_layout_is_equal(case: Case) -> None:
     flags = [*case.model.flags("bf16"), *case.layout_flags(), "--train-iters", "4"]
     assert_equal(parse_run(flags, case.ranks), case.ranks)
