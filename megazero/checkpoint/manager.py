@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
+from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.background import BackgroundSave, SaveOutcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
@@ -179,6 +179,51 @@ def _columns_to_read(
     return columns, tuple(notes)
 
 
+def find_on_all_ranks(folder: Path, grid: ProcessGrid) -> FoundCheckpoint | None:
+    """The newest complete checkpoint in a folder, or the one that the folder is; None if there is none. A collective of
+    the world.
+
+    Rank 0 lists the candidates and broadcasts their paths: if every rank looked, one could miss a checkpoint that an
+    older run is just publishing. On local disks, a crash may have left the newest checkpoint on some nodes only; the
+    result then is the newest one that all ranks have. Raises Damaged, ValueError for another format version, and
+    ConfigError if only some ranks see a checkpoint, on all ranks.
+    """
+    mine: list[Path] = []
+
+    def look() -> None:
+        newest = folders.newest_checkpoint(folder)
+        if newest is not None:
+            mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == folder else ())])
+
+    attempt_on_all_ranks(grid.world, grid.device, look if grid.rank == 0 else None)
+    # Relative to the folder, which may have another name on each node: "." is a checkpoint that the folder itself is,
+    # and one that has stepped aside is beside that.
+    names = broadcast_text(grid.world, grid.device, json.dumps([os.path.relpath(path, folder) for path in mine]))
+    assert names is not None
+    paths = [Path(os.path.normpath(folder / name)) for name in json.loads(names)]
+    path = next((path for path in paths if _all_have(path, grid)), None)
+    if path is None:
+        newest = paths[0] if paths else None
+
+        def agree() -> None:
+            if newest is not None and grid.rank == 0:
+                open_checkpoint(newest)  # it may be damaged, or named and not there
+            else:
+                _require_as_on_rank_0(folder, newest, grid.rank)
+
+        attempt_on_all_ranks(grid.world, grid.device, agree)
+        return None
+    opened: FoundCheckpoint = attempt_on_all_ranks(grid.world, grid.device, lambda: open_checkpoint(path))
+    return opened
+
+
+def _all_have(path: Path, grid: ProcessGrid) -> bool:
+    """Whether this folder exists on every rank. A collective: an all-reduce of one int64."""
+    is_here = torch.tensor([int(path.is_dir())], dtype=torch.int64, device=grid.device)
+    all_reduce(is_here, grid.world, "min").wait()
+    return bool(is_here.item())
+
+
 class Checkpoints:
     """Saves and loads the checkpoints of a run. `claim`, `save`, `start`, `find` and `load` are collectives.
 
@@ -279,45 +324,8 @@ class Checkpoints:
         return self._background.wait()
 
     def find(self) -> FoundCheckpoint | None:
-        """The checkpoint to start from; None without --load, or if there is no complete one. A collective of the world.
-
-        Rank 0 lists the candidates and broadcasts their paths: if every rank looked, one could miss a checkpoint that
-        an older run is just publishing. On local disks, a crash may have left the newest checkpoint on some nodes only;
-        the result then is the newest one that all ranks have. Raises Damaged, ValueError for another format version,
-        and ConfigError if only some ranks see a checkpoint, on all ranks.
-        """
-        load, grid = self._cfg.load, self._grid
-        if load is None:
-            return None
-        folder = Path(load)
-        mine: list[Path] = []
-
-        def look() -> None:
-            newest = folders.newest_checkpoint(folder)
-            if newest is not None:
-                mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == folder else ())])
-
-        self._attempt_on_all_ranks(look if grid.rank == 0 else None)
-        # Relative to --load, which may have another name on each node: "." is a checkpoint that --load itself names,
-        # and one that has stepped aside is beside that.
-        names = broadcast_text(grid.world, grid.device, json.dumps([os.path.relpath(path, folder) for path in mine]))
-        assert names is not None
-        paths = [Path(os.path.normpath(folder / name)) for name in json.loads(names)]
-        path = next((path for path in paths if self._all_have(path)), None)
-        if path is None:
-            newest = paths[0] if paths else None
-
-            def agree() -> None:
-                if newest is not None and grid.rank == 0:
-                    open_checkpoint(newest)  # it may be damaged, or named and not there
-                else:
-                    _require_as_on_rank_0(folder, newest, grid.rank)
-
-            self._attempt_on_all_ranks(agree)
-            return None
-        found: list[FoundCheckpoint] = []
-        self._attempt_on_all_ranks(lambda: found.append(open_checkpoint(path)))
-        return found[0]
+        """The checkpoint to start from; None without --load. As `find_on_all_ranks`."""
+        return None if self._cfg.load is None else find_on_all_ranks(Path(self._cfg.load), self._grid)
 
     def load(self, found: FoundCheckpoint) -> LoadStatistics:
         """Fill the state from a checkpoint of any layout and precision; with --finetune or --no-load-optim the weights
@@ -369,12 +377,6 @@ class Checkpoints:
         axes = self._grid.axes
         tp = [axes.coordinates(rank).tp for rank in range(axes.world_size)]
         return [fragments_to_write(held, index, axes.tp) for index, held in zip(tp, self._all_fragments(), strict=True)]
-
-    def _all_have(self, path: Path) -> bool:
-        """Whether this folder exists on every rank. A collective: an all-reduce of one int64."""
-        there = torch.tensor([int(path.is_dir())], dtype=torch.int64, device=self._grid.device)
-        all_reduce(there, self._grid.world, "min").wait()
-        return bool(there.item())
 
     def _attempt_on_all_ranks(self, action: Callable[[], Any] | None, path: Path | None = None) -> None:
         """As `agreement.attempt_on_all_ranks`; an error Damaged gets the checkpoint's path and an earlier

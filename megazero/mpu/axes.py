@@ -24,10 +24,12 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the axes of the grid, and how many ranks share out the state of the same parameters.
+    """Sizes of the axes of the grid, which stages share parameters, and how many ranks share out the state of the same
+    parameters.
 
     shard_size  number of neighbours among the dp x cp ranks of a stage over which model state is sharded; it divides
                 dp x cp. None: all ranks that hold the same parameters, those of a tied embedding's other stage included
+    sharing     the stages that hold the same parameters, in order; None: the first and the last, as of a tied embedding
     """
 
     pp: int = 1
@@ -35,6 +37,12 @@ class Axes:
     cp: int = 1
     tp: int = 1
     shard_size: int | None = None
+    sharing: tuple[int, ...] | None = None
+
+    @property
+    def tied_stages(self) -> tuple[int, ...]:
+        """The stages that hold the same parameters, in order."""
+        return tuple(sorted({0, self.pp - 1})) if self.sharing is None else self.sharing
 
     @property
     def world_size(self) -> int:
@@ -80,9 +88,8 @@ class Axes:
         return tuple(self.rank(Coordinates(at.pp, d, c, at.tp)) for d, c in product(range(self.dp), range(self.cp)))
 
     def tied_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Ranks that hold the tied embedding of one tp index: {first, last stage} x replicas."""
-        ends = sorted({0, self.pp - 1})
-        return tuple(rank for end in ends for rank in self.replica_ranks(Coordinates(end, at.dp, at.cp, at.tp)))
+        """Ranks that hold what stages share, such as a tied embedding, of one tp index: `tied_stages` x replicas."""
+        return tuple(rank for stage in self.tied_stages for rank in self.replica_ranks(replace(at, pp=stage)))
 
     def state_ranks(self, group: StateGroup, at: Coordinates) -> tuple[int, ...]:
         """Ranks that hold the same parameters of this group. `inner_ranks` and `across_ranks` divide them."""
@@ -93,7 +100,7 @@ class Axes:
         """The neighbours over which the state of this group's parameters is sharded, in the order of their shards.
 
         A `shard_size` divides the replicas of a stage, so with one all neighbours are on the same stage. A rank that
-        holds no such parameters gets the answer of its counterpart on the first stage, as from `tied_ranks`.
+        holds no such parameters gets the answer of its counterpart on the first of `tied_stages`.
         """
         ranks = self.state_ranks(group, at)
         size = self.shard_size or len(ranks)
@@ -110,7 +117,7 @@ class Axes:
 
     def _place(self, ranks: tuple[int, ...], at: Coordinates) -> int:
         own = self.rank(at)
-        return ranks.index(own if own in ranks else self.rank(replace(at, pp=0)))
+        return ranks.index(own if own in ranks else self.rank(replace(at, pp=self.tied_stages[0])))
 
 
 def axes_of(run: Run, world_size: int) -> Axes:

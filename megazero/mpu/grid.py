@@ -127,7 +127,7 @@ class ProcessGrid:
     """dp x cp: the ranks that hold the same layers. With cp 1: `dp`."""
     shared: dict[StateGroup, StateGroups]
     """The groups over which parameters are reduced and their state is sharded; without those of a tied embedding on
-    ranks of stages in the middle."""
+    ranks of stages that do not hold it."""
     timeout: timedelta | None = None
     """How long a collective may take; None: torch's default."""
     made: list[dist.ProcessGroup] = field(default_factory=list)
@@ -241,7 +241,7 @@ def assembled(
     shared = {}
     for kind in StateGroup:
         inner, across = partial(axes.inner_ranks, kind), partial(axes.across_ranks, kind)
-        if kind is StateGroup.REPLICAS or at.pp in (0, axes.pp - 1):
+        if kind is StateGroup.REPLICAS or at.pp in axes.tied_stages:
             shared[kind] = StateGroups(group(inner), group(across))
         elif absent is not None:  # of a tied embedding's two groups, the one that spans stages is new
             absent(inner if axes.shard_size is None else across)

@@ -136,7 +136,7 @@ class Channels:
         each stage meets one neighbour only, so that stages do not wait for each other in a circle or one after another.
         """
         if StateGroup.TIED not in self.grid.shared:
-            self._placeholder()  # the first and last stage have created one more group: the one that spans both
+            self._placeholder()  # stages that share parameters have created one more group
         for turn in range(2 + stages % 2):
             edges = [
                 (i, (i + 1) % stages) for i in range(stages) if (2 if stages % 2 and i == stages - 1 else i % 2) == turn

@@ -41,7 +41,7 @@ class StateGroup(Enum):
     REPLICAS = "replicas"
     """dp x cp: for parameters that are on one stage."""
     TIED = "tied"
-    """{first, last stage} x replicas: for a tied embedding that is on two stages."""
+    """Stages x replicas: for a tied embedding that is on the first and the last, or what units of a user share."""
 
     @property
     def spans_stages(self) -> bool:
@@ -64,6 +64,7 @@ class ParameterSpec:
     tp_partial   whether each tp rank's gradient of a replica is a partial sum, which must be summed over tp (sequence
                  parallelism)
     state_group  the ranks that hold the same parameter and sum its gradient
+    keep_whole   whether every rank keeps all of it where parameters are sharded: it is used outside of its unit
     """
 
     name: str
@@ -76,6 +77,7 @@ class ParameterSpec:
     tp_sharded: bool = False
     tp_partial: bool = False
     state_group: StateGroup = StateGroup.REPLICAS
+    keep_whole: bool = False
 
     @property
     def stored_numel(self) -> int:
@@ -131,6 +133,16 @@ class Parameter(nn.Parameter):
         parameter.spec = spec
         parameter.gradient_target = None
         return parameter
+
+
+def become_parameter(
+    parameter: nn.Parameter, kind: type[Parameter], spec: ParameterSpec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Make a plain `nn.Parameter` one of ours, uninitialised: what holds it elsewhere holds the same object then."""
+    parameter.data, parameter.grad = torch.empty(spec.local_shape, dtype=dtype, device=device), None
+    parameter.__class__ = kind
+    assert isinstance(parameter, Parameter)
+    parameter.spec, parameter.gradient_target = spec, None
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:

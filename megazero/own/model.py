@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from megazero.mpu.parameter import Parameter
 
@@ -24,7 +25,40 @@ Loss = Callable[..., tuple[Tensor, Tensor | float]]
 """From what the last unit returns, and the micro-batch: a 0-dim sum, and the number that it is a sum over."""
 
 
-class Model:
+class Units:
+    """Modules in forward order, whose parameters an engine takes over.
+
+    units        the modules with their names
+    unused       whether a step may bring no gradient to a trained parameter
+    names        from the number of a parameter (`id`) to its name, which is that in the first unit that has it
+    first_units  the first unit that has a parameter and can make its value, by the parameter's name
+    is_taken     whether an engine has it
+    """
+
+    def __init__(self, units: Iterable[Unit], *, unused: bool) -> None:
+        self.units, self.unused, self.is_taken = tuple(units), unused, False
+        self.names, self.first_units = dict[int, str](), dict[str, Unit]()
+        for unit in self.units:
+            for own, parameter in unit.module.named_parameters():
+                name = f"{unit.prefix}{own}"
+                if isinstance(parameter, UninitializedParameter):
+                    raise ValueError(f"parameter {name} has no shape yet: call its module once before")
+                if id(parameter) not in self.names:
+                    if (other := self.first_units.get(name)) is not None:
+                        raise ValueError(f"units {other.name!r} and {unit.name!r} both have a parameter {name}")
+                    self.first_units[name] = unit
+                    self.names[id(parameter)] = name
+                elif not self.first_units[self.names[id(parameter)]].makes_values:
+                    self.first_units[self.names[id(parameter)]] = unit
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of its parameters."""
+        every = (parameter for unit in self.units for parameter in unit.parameters())
+        return {parameter.dtype for parameter in every if parameter.is_floating_point()}
+
+
+class Model(Units):
     """A model as a list of units.
 
         model = megazero.Model([Embed(), Block(), Block(), Head()], loss=cross_entropy)
@@ -72,7 +106,7 @@ class Model:
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise ValueError("loss has parameters: a module that is trained is a unit")
         first, last = next(iter(named)), next(reversed(named))
-        self.units = tuple(
+        self.called_units = tuple(
             OwnUnit(
                 name,
                 unit,
@@ -83,29 +117,8 @@ class Model:
             )
             for name, unit in named.items()
         )
-        self.first_units: dict[str, OwnUnit] = {}
-        """The first unit that has a parameter, by the parameter's name."""
-        self.names: dict[int, str] = {}
-        """From the number of a parameter (`id`) to its name, which is that in the first unit that has it."""
-        self._name_parameters()
-        self.unused = unused
-        self.is_taken = False
-        """Whether an engine has it."""
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Those of its parameters."""
-        return {parameter.dtype for unit in self.units for parameter in unit.parameters()}
-
-    def _name_parameters(self) -> None:
-        for unit in self.units:
-            for own, parameter in unit.module.named_parameters():
-                name = f"{unit.prefix}{own}"
-                if id(parameter) not in self.names:
-                    if (other := self.first_units.get(name)) is not None:
-                        raise ValueError(f"units {other.name!r} and {unit.name!r} both have a parameter {name}")
-                    self.first_units[name] = unit
-                    self.names[id(parameter)] = name
+        """The units as an engine calls them."""
+        super().__init__(self.called_units, unused=unused)
 
 
 def from_sequential(
@@ -120,11 +133,32 @@ def from_sequential(
     return Model(dict(module._modules), loss, input=input, unused=unused)
 
 
-class OwnUnit(nn.Module):
-    """One of a model's units. `forward` calls the module with what it takes, and behind the last one the loss.
+class Unit(nn.Module):
+    """A module with its name.
 
-    prefix: what the names of its tensors begin with in the model
+    prefix        what the names of its tensors begin with in the model
+    makes_values  whether the module can make values of its parameters that are on the meta device
+    keeps_whole   whether its parameters stay whole on every rank with ZeRO-3
     """
+
+    makes_values, keeps_whole = True, False
+
+    def __init__(self, name: str, module: nn.Module, prefix: str) -> None:
+        super().__init__()
+        self.name, self.module, self.prefix = name, module, prefix
+
+    def hold(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have parameters of other units beside the module's, which uses none of them."""
+        self.held = nn.ParameterList(parameters)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of parameters and buffers that a checkpoint has, as `state_dict` of the whole model does."""
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            yield f"{self.prefix}{name}", tensor
+
+
+class OwnUnit(Unit):
+    """One of a model's units. `forward` calls the module with what it takes, and behind the last one the loss."""
 
     def __init__(
         self,
@@ -136,8 +170,7 @@ class OwnUnit(nn.Module):
         loss: Loss | None = None,
         prefix: str = "",
     ) -> None:
-        super().__init__()
-        self.name, self.module, self.prefix = name, module, prefix
+        super().__init__(name, module, prefix)
         self.input = input if is_first else None
         self._call = _Call.of(f"unit {name!r}", module, begins=is_first and input is None)
         self._loss = None if loss is None else _Call.of("loss", loss)
@@ -146,11 +179,6 @@ class OwnUnit(nn.Module):
     def has_loss(self) -> bool:
         """Whether a loss is called behind the module."""
         return self._loss is not None
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of parameters and buffers that a checkpoint has, as `state_dict` of the whole model does."""
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            yield f"{self.prefix}{name}", tensor
 
     def forward(self, hidden: Any, batch: BatchTensors) -> Any:
         """What the module, and then the loss, returns. hidden: what the unit before has returned, None for the first"""
@@ -181,7 +209,8 @@ class _Call:
         needed = [e.name for e in others if e.default is kinds.empty and e.kind is not kinds.VAR_POSITIONAL]
         is_there = f"the micro-batch, as {BATCH!r}" + ("" if begins else ", and what the unit before returns")
         if len(needed) > (not begins):
-            raise ValueError(f"{named} needs {', '.join(needed)}, and there is only {is_there}")
+            hint = "; or say input= of the model, the name of the one tensor that it takes" if begins else ""
+            raise ValueError(f"{named} needs {', '.join(needed)}, and there is only {is_there}{hint}")
         if begins and BATCH not in parameters:
             raise ValueError(f"{named} begins the model, and has no parameter {BATCH!r}; or say input= of the model")
         if not begins and all(each.kind is kinds.KEYWORD_ONLY for each in others):

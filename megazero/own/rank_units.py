@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from megazero.config.derive import shards_parameters
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Parameter
-from megazero.own.model import Model, OwnUnit
+from megazero.own.model import Unit, Units
 from megazero.own.saved import ParameterShape
 from megazero.own.settings import chunk_units
-from megazero.own.stage import OwnStage, forget_values, take_buffers, take_parameters
+from megazero.own.stage import BroughtParameter, OwnStage, forget_values, take_buffers, take_parameters
 from megazero.own.values import InitialValues
 from megazero.pipeline.stage_specs import chunks_of
 
@@ -33,35 +34,38 @@ class PlacedModel:
     values     with which this rank's units begin
     """
 
-    units: tuple[OwnUnit, ...]
+    units: tuple[Unit, ...]
     chunks: tuple[range, ...]
     inventory: list[list[ParameterShape]]
     stages: list[OwnStage]
     values: InitialValues
 
 
-def place_model(model: Model, run: Run, grid: ProcessGrid) -> PlacedModel:
+def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
     """Make the parameters of this rank's units those of a model state, without values, and free those of others.
 
-    Communicates nothing. Raises ConfigError for a model that an engine has already, and for parameters on other stages
-    than one, or the first and the last.
+    Communicates nothing. Raises ConfigError for a model that an engine has already, and for parameters of kinds that no
+    model state takes.
     """
     if model.is_taken:
         raise ConfigError(["the model is an engine's already, and its parameters are the engine's: make another one"])
+    if problems := [*_untrainable(model)]:
+        raise ConfigError(problems)
     model.is_taken = True
-    costs = [sum(parameter.numel() for parameter in unit.parameters()) for unit in model.units]
-    chunks = chunk_units(run, costs)
-    inventory = _inventory(model, run, chunks)
+    chunks = chunks_of_units(model, run)
+    tied = hold_together(model, run, chunks)
+    inventory = _inventory(model, tied)
     own = [chunks[number] for number in chunks_of(run).of(grid.at.pp)]
     here = sorted({number for units in own for number in units})
     values, made, dtype = InitialValues(), dict[str, Parameter](), compute_dtype(run.optimizer.precision)
     for number in here:
         values.add(model.units[number], model)
+    kind = BroughtParameter if brings_parameters(run) else Parameter
     specs = {each.name: each.spec for number in here for each in inventory[number]}
     for number in here:
         values.fill_buffers(model.units[number])
         take_buffers(model.units[number], dtype, grid.device)
-        take_parameters(model.units[number], model.names, specs, dtype, grid.device, made)
+        take_parameters(model.units[number], model.names, specs, dtype, grid.device, made, kind)
     used = {id(module) for number in here for module in model.units[number].modules()}
     for number, unit in enumerate(model.units):
         # a module that is used twice may be here and elsewhere
@@ -71,7 +75,7 @@ def place_model(model: Model, run: Run, grid: ProcessGrid) -> PlacedModel:
     return PlacedModel(model.units, chunks, inventory, stages, values)
 
 
-def _stage(units: Sequence[OwnUnit], numbers: range, model: Model, run: Run, grid: ProcessGrid) -> OwnStage:
+def _stage(units: Sequence[Unit], numbers: range, model: Units, run: Run, grid: ProcessGrid) -> OwnStage:
     again = run.parallel.recompute_granularity == "full"
     return OwnStage(
         units,
@@ -82,54 +86,79 @@ def _stage(units: Sequence[OwnUnit], numbers: range, model: Model, run: Run, gri
     )
 
 
-def _inventory(model: Model, run: Run, chunks: Sequence[range]) -> list[list[ParameterShape]]:
-    """The parameters of each unit."""
+def _untrainable(model: Units) -> Iterator[str]:
+    """What no model state takes."""
+    for unit in model.units:
+        for name, parameter in unit.module.named_parameters():
+            if not parameter.is_floating_point():
+                yield f"parameter {unit.prefix}{name} is of {parameter.dtype}: numbers that are no floats are a buffer"
+            elif type(parameter) not in (nn.Parameter, Parameter):
+                kind = type(parameter).__name__
+                yield f"parameter {unit.prefix}{name} is a {kind}: a plain nn.Parameter with a shape is needed"
+        for name, module in unit.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                yield f"module {unit.prefix}{name} has sparse=True: gradients are added in one piece, and are dense"
+
+
+def brings_parameters(run: Run) -> bool:
+    """Whether a unit's parameters are there for its computations alone."""
+    return shards_parameters(run.parallel, run.offload) or bool(run.offload.offload_params)
+
+
+def chunks_of_units(model: Units, run: Run) -> tuple[range, ...]:
+    """The numbers of the units of each model chunk, in model order."""
+    return chunk_units(run, [sum(each.numel() for each in unit.module.parameters()) for unit in model.units])
+
+
+def sharing_stages(model: Units, run: Run) -> tuple[int, ...]:
+    """The stages with parameters that other stages have too, in order."""
+    on = [stages for stages in _stages_of(model, run, chunks_of_units(model, run)).values() if len(stages) > 1]
+    return tuple(sorted(set[int]().union(*on)))
+
+
+def _stages_of(model: Units, run: Run, chunks: Sequence[range]) -> dict[str, set[int]]:
+    """The stages that have each parameter."""
     stages, holders = dict[str, set[int]](), chunks_of(run)
     for model_chunk, units in enumerate(chunks):
-        for number in units:
-            for parameter in model.units[number].parameters():
-                stages.setdefault(model.names[id(parameter)], set()).add(holders.holder(model_chunk)[0])
-    last = run.parallel.pp - 1
-    tied = {name for name, on in stages.items() if len(on) > 1}
-    if wrong := [name for name in stages if name in tied and stages[name] != {0, last}]:
-        on = ", ".join(map(str, sorted(stages[wrong[0]])))
-        raise ConfigError(
-            [
-                f"parameter {wrong[0]} is of units on stages {on}: a parameter is on one stage, or on the first "
-                f"and the last (0 and {last}); partition says which units are together"
-            ]
-        )
+        for name in _names_in(model, units):
+            stages.setdefault(name, set()).add(holders.holder(model_chunk)[0])
+    return stages
 
-    for stage in {0, last} if tied else ():
-        _require_one_chunk(model, [chunks[number] for number in holders.of(stage)], tied)
+
+def _names_in(model: Units, units: range) -> list[str]:
+    return [model.names[id(each)] for number in units for each in model.units[number].parameters()]
+
+
+def hold_together(model: Units, run: Run, chunks: Sequence[range]) -> set[str]:
+    """The names of parameters that several stages have. All stages with any of them get all of them, in their first
+    chunk with any: as one bucket, which all these stages have alike. Where nothing uses one, its gradient is zero.
+    """
+    stages = _stages_of(model, run, chunks)
+    tied = {name: on for name, on in stages.items() if len(on) > 1}
+    by_name = {model.names[id(each)]: each for unit in model.units for each in unit.parameters()}
+    for stage in sorted(set[int]().union(*tied.values())):
+        own = [chunks[number] for number in chunks_of(run).of(stage)]
+        units = next(units for units in own if not tied.keys().isdisjoint(_names_in(model, units)))
+        missing = sorted(tied.keys() - set(_names_in(model, units)))
+        first = next(
+            number for number in units if not tied.keys().isdisjoint(_names_in(model, range(number, number + 1)))
+        )
+        model.units[first].hold([by_name[name] for name in missing])
+    return {*tied}
+
+
+def _inventory(model: Units, tied: Set[str]) -> list[list[ParameterShape]]:
+    """The parameters of each unit. tied: names of those that several stages have."""
+    whole = {model.names[id(each)] for unit in model.units if unit.keeps_whole for each in unit.parameters()}
 
     def shape_of(parameter: nn.Parameter) -> ParameterShape:
         name = model.names[id(parameter)]
-        return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, name in tied)
+        return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, name in tied, name in whole)
 
     return [[shape_of(parameter) for parameter in unit.parameters()] for unit in model.units]
 
 
-def _require_one_chunk(model: Model, chunks: Sequence[range], tied: Set[str]) -> None:
-    """Raise ConfigError if a stage has what spans stages in several of its chunks: as several buckets, of which the
-    other stage may have others.
-    """
-    seen, firsts = set[str](), list[str]()
-    for units in chunks:
-        names = [model.names[id(each)] for number in units for each in model.units[number].parameters()]
-        if fresh := [name for name in names if name in tied and name not in seen]:
-            seen.update(fresh)
-            firsts.append(fresh[0])
-    if len(firsts) > 1:
-        raise ConfigError(
-            [
-                f"parameters {' and '.join(sorted(firsts))} are on the first stage and the last in other model chunks "
-                "of a stage: virtual_stages 1, or a partition that has both in one chunk, is needed"
-            ]
-        )
-
-
-def structure_digest(model: Model) -> int:
+def structure_digest(model: Units) -> int:
     """What is equal where models have the same units, with the same names, shapes and dtypes."""
     digest = 0
     for unit in model.units:
@@ -140,7 +169,7 @@ def structure_digest(model: Model) -> int:
     return digest
 
 
-def values_digest(model: Model) -> int:
+def values_digest(model: Units) -> int:
     """What is equal where models begin with the same values. All of them are read; of what is on the meta device
     torch's seed counts, which makes them.
     """

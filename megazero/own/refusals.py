@@ -17,7 +17,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Parameter, spec_of
-from megazero.own.model import BatchTensors, OwnUnit
+from megazero.own.model import BatchTensors, Unit
 from megazero.own.stage import OwnBatch, shapes_of
 
 GivenBatches = Sequence[BatchTensors] | BatchTensors
@@ -39,7 +39,9 @@ def micro_batches(batches: GivenBatches, device: torch.device) -> list[OwnBatch]
     for number, batch in enumerate(given):
         if not isinstance(batch, Mapping):
             kind = type(batch).__name__
-            raise ValueError(f"micro-batch {number} is {kind}: a mapping from names to tensors is needed")
+            raise ValueError(
+                f"micro-batch {number} is {kind}: a mapping from names to tensors is needed, such as {{'x': x}}"
+            )
         wrong = [name for name, tensor in batch.items() if not isinstance(tensor, Tensor)]
         if wrong:
             raise ValueError(f"micro-batch {number} has {wrong[0]!r}, which is no tensor")
@@ -86,9 +88,9 @@ class TrainedParameters:
     unused: whether a parameter may go without a gradient
     """
 
-    def __init__(self, units: Iterable[OwnUnit], *, unused: bool) -> None:
+    def __init__(self, units: Iterable[Unit], *, unused: bool) -> None:
         self._units = list(units)
-        every = (each for unit in self._units for each in unit.parameters() if isinstance(each, Parameter))
+        every = (each for unit in self._units for each in unit.module.parameters() if isinstance(each, Parameter))
         named = {spec_of(each).name: each for each in every}
         self._is_trained = {name: each.requires_grad for name, each in named.items()}
         self._named = named

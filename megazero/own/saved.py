@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.format import Damaged
-from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
+from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint, find_on_all_ranks
 from megazero.config.dump import run_dict
 from megazero.config.schema import CheckpointConfig, OptimizerConfig, Run
 from megazero.mpu.grid import ProcessGrid
@@ -35,17 +35,22 @@ SECTIONS = ("parallel", "optimizer", "offload")
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter of a model, as all ranks know it. is_tied: whether it is on the first stage and on the last."""
+    """A parameter of a model, as all ranks know it.
+
+    is_tied     whether several stages have it
+    keep_whole  whether it stays whole on every rank with ZeRO-3
+    """
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool
     is_tied: bool = False
+    keep_whole: bool = False
 
     @property
     def spec(self) -> ParameterSpec:
         group = StateGroup.TIED if self.is_tied else StateGroup.REPLICAS
-        return shard(self.name, self.shape, ParameterKind.MATRIX, state_group=group)
+        return shard(self.name, self.shape, ParameterKind.MATRIX, state_group=group, keep_whole=self.keep_whole)
 
 
 @dataclass
@@ -79,13 +84,13 @@ class OwnCheckpoints:
 
     def find(self, folder: str) -> FoundCheckpoint | None:
         """The newest complete checkpoint of a folder, or the one that the folder is; None if there is none."""
-        return self._of(CheckpointConfig(load=folder)).find()
+        return find_on_all_ranks(Path(folder), self.grid)
 
-    def load(self, found: FoundCheckpoint) -> dict[str, Tensor]:
-        """Fill the state from a checkpoint, and return what is not trained. Raises Damaged, or ValueError with all
-        names that do not fit.
+    def load(self, found: FoundCheckpoint, *, weights_only: bool = False) -> dict[str, Tensor]:
+        """Fill the state, or its weights alone, from a checkpoint; return what is not trained. Raises Damaged, or
+        ValueError with all names that do not fit.
         """
-        self._of(CheckpointConfig(load=str(found.path))).load(found)
+        self._of(CheckpointConfig(load=str(found.path), no_load_optim=weights_only)).load(found)
         read = dict[str, Tensor]()
 
         def read_beside() -> None:

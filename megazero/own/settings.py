@@ -14,7 +14,7 @@ from megazero.config.options import build_run, run_options
 from megazero.config.schema import OptimizerConfig, Run
 from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
-from megazero.own.model import Model
+from megazero.own.model import Units
 from megazero.pipeline.partition import partition
 
 USED = frozenset(
@@ -46,7 +46,7 @@ class RuleConfig(OptimizerConfig):
 
 
 def run_of(
-    given: Mapping[str, Any], optimizer: str, model: Model, world_size: int, kept: tuple[str, ...] | None = None
+    given: Mapping[str, Any], optimizer: str, model: Units, world_size: int, kept: tuple[str, ...] | None = None
 ) -> Run:
     """The run of a model on so many ranks.
 
@@ -62,7 +62,8 @@ def run_of(
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
     unread = sorted(name for name in source.settings if name not in USED)
     if unread:
-        problems.append(f"run has {', '.join(unread)}: a model of modules reads none of these")
+        hint = "; lr is an argument of the engine, and of its steps" if "lr" in unread else ""
+        problems.append(f"run has {', '.join(unread)}: a model of modules reads none of these{hint}")
     precisions = sorted(PRECISION_OF.get(dtype, str(dtype)) for dtype in model.dtypes) or ["fp32"]
     if len(precisions) > 1 and "precision" not in source.settings:
         problems.append(f"precision is not set, and the model has parameters of {' and of '.join(precisions)}")

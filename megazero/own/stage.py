@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
-from megazero.mpu.parameter import Parameter, ParameterSpec
-from megazero.own.model import BatchTensors, OwnUnit
+from megazero.mpu.parameter import Parameter, ParameterSpec, become_parameter
+from megazero.own.model import BatchTensors, OwnUnit, Unit
 
 META = torch.device("meta")
 PLAIN = tuple, dict
@@ -47,7 +47,7 @@ class OwnStage(nn.Module):
 
     def __init__(
         self,
-        units: Sequence[OwnUnit],
+        units: Sequence[Unit],
         *,
         has_loss: bool,
         computes_again: bool,
@@ -73,13 +73,13 @@ class OwnStage(nn.Module):
             assert isinstance(unit, OwnUnit)
             is_last = self.has_loss and number == len(self.chunk) - 1
             again = self.computes_again and torch.is_grad_enabled() and not is_last
-            versions = _versions(self._kept(unit, hidden if again else None, batch.tensors))
+            versions = versions_of(self._kept(unit, hidden if again else None, batch.tensors))
             with _named(unit):
                 if again:  # draws what it has drawn by its seed, not by torch's states
                     made = checkpoint(self._made, unit, hidden, batch, use_reentrant=False, preserve_rng_state=False)
                 else:
                     made = self._made(unit, hidden, batch)
-            _require_kept(unit, self._kept(unit, hidden if again else None, batch.tensors), versions)
+            require_same_versions(unit, self._kept(unit, hidden if again else None, batch.tensors), versions)
             hidden = self._loss(unit, made) if is_last else as_bundle(unit, made)
         assert hidden is not None
         return hidden
@@ -95,8 +95,7 @@ class OwnStage(nn.Module):
     def _kept(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors) -> dict[str, Tensor]:
         """By words, what a unit may not change. hidden: its input, if a backward computes the unit again."""
         named = {f"tensor {name!r} of the micro-batch": tensor for name, tensor in batch.items()}
-        if self.keeps_buffers:
-            named |= {f"its buffer {name}": buffer for name, buffer in unit.module.named_buffers()}
+        named |= kept_tensors(unit.module, buffers=self.keeps_buffers)
         inputs = () if hidden is None else tensors_of(hidden)
         return named | {f"tensor {number} of its input": tensor for number, tensor in enumerate(inputs)}
 
@@ -124,20 +123,31 @@ def _named(unit: OwnUnit) -> Iterator[None]:
         raise
 
 
-def _versions(named: Mapping[str, Tensor]) -> list[int]:
-    return [tensor._version for tensor in named.values()]
-
-
-def _require_kept(unit: OwnUnit, named: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raise ValueError if a unit has changed in place what other ranks, or a second forward of it, have as it was.
-
-    before: the versions of these tensors in front of its forward.
+def kept_tensors(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
+    """By words, what a module's forward may not change: parameters, of which an optimizer has the numbers, and buffers
+    if they are to stay.
     """
-    for (words, tensor), version in zip(named.items(), before, strict=True):
-        if tensor._version != version:
+    named: dict[str, Tensor] = {f"its parameter {name}": parameter for name, parameter in module.named_parameters()}
+    return named | {f"its buffer {name}": buffer for name, buffer in module.named_buffers() if buffers}
+
+
+def versions_of(named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """Tensors by words, and how often each was changed in place so far."""
+    return {words: (tensor, tensor._version) for words, tensor in named.items()}
+
+
+def require_same_versions(unit: Unit, named: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> None:
+    """Raise ValueError if a unit has changed what other ranks, a second forward of it, or an optimizer have as it was.
+
+    before: these tensors with their versions in front of its forward.
+    """
+    for words, tensor in named.items():
+        same, version = before.get(words, (None, 0))
+        if tensor is not same or tensor._version != version:
             raise ValueError(
-                f"unit {unit.name!r} changes {words} in place: other ranks, and a forward that is made again with "
-                "recompute_granularity, have it as it was. A batch norm keeps its statistics in evaluation mode"
+                f"unit {unit.name!r} changes {words}{' in place' * (tensor is same)}: other ranks, an optimizer, and a "
+                "forward that is made again with recompute_granularity, have it as it was. A batch norm keeps its "
+                "statistics in evaluation mode"
             )
 
 
@@ -182,30 +192,78 @@ def _words(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+class BroughtParameter(Parameter):
+    """A parameter whose memory is there for the computations of its unit alone. Anything else that uses its numbers is
+    an error: they would be those of freed memory.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of_function(func) not in NO_USE:
+            for each in args:
+                if isinstance(each, BroughtParameter) and each.is_away():
+                    raise RuntimeError(
+                        f"parameter {each.spec.name} is not here: with ZeRO-3, or parameters off the device, it is in "
+                        "the computations of its unit, and in the context parameters_whole() of the engine"
+                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def is_away(self) -> bool:
+        """Whether the parameter has no memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.untyped_storage().nbytes() == 0 < self.numel()
+
+
+NO_USE = frozenset(
+    "shape dtype device requires_grad ndim is_leaf layout is_meta is_cuda is_cpu is_sparse is_quantized is_nested "
+    "grad_fn grad names _version data size dim numel nelement stride is_floating_point is_complex is_contiguous "
+    "element_size untyped_storage __hash__ __len__ __deepcopy__ requires_grad_ register_hook __set__ __delete__ "
+    "register_post_accumulate_grad_hook _backward_hooks output_nr".split()
+)
+"""Functions and attributes of a tensor that do not read its numbers."""
+
+
+def name_of_function(function: Any) -> str:
+    """That of a function of torch, or of the attribute that it gets."""
+    name = getattr(function, "__name__", "")
+    return getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
 def take_parameters(
-    unit: OwnUnit,
+    unit: Unit,
     names: Mapping[int, str],
     specs: Mapping[str, ParameterSpec],
     dtype: torch.dtype,
     device: torch.device,
     made: dict[str, Parameter],
+    kind: type[Parameter],
 ) -> None:
-    """Put parameters that a model state can take in the places of a unit's own, without values.
+    """Make a unit's parameters such as a model state can take, without values. They stay the same objects, but for
+    those on the meta device.
 
     names  from the number of each parameter of the model to its name
     specs  by name
     made   those of other units of this rank by name, to which they are added: a shared one is one
+    kind   their class
     """
     for module in unit.modules():
         for name, old in list(module._parameters.items()):
             if old is None or isinstance(old, Parameter):
                 continue
-            known = names[id(old)]
+            known, is_trained = names[id(old)], old.requires_grad
             if known not in made:
-                made[known] = Parameter(specs[known], dtype, device)
+                if old.is_meta:
+                    made[known] = kind(specs[known], dtype, device)
+                else:
+                    become_parameter(old, kind, specs[known], dtype, device)
+                    if kind is BroughtParameter:  # a graph from before that has saved it would read freed memory
+                        torch.autograd.graph.increment_version(old)
+                    made[known] = cast(Parameter, old)
                 made[known].untyped_storage().resize_(0)  # a model state gives it memory
-                made[known].requires_grad_(old.requires_grad)
-            module._parameters[name] = made[known]
+                made[known].requires_grad_(is_trained)
+            if made[known] is not old:
+                setattr(module, name, made[known])  # not into the registry alone: an RNN has a list of its own beside
 
 
 def buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -213,7 +271,7 @@ def buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if buffer.is_floating_point() and dtype.itemsize > 2 else buffer.dtype
 
 
-def take_buffers(unit: OwnUnit, dtype: torch.dtype, device: torch.device) -> None:
+def take_buffers(unit: Unit, dtype: torch.dtype, device: torch.device) -> None:
     """Bring the buffers of a unit to a device, in the dtype that they have beside parameters of this dtype."""
     for module in unit.modules():
         for name, buffer in list(module._buffers.items()):
@@ -221,9 +279,18 @@ def take_buffers(unit: OwnUnit, dtype: torch.dtype, device: torch.device) -> Non
                 module._buffers[name] = buffer.to(device, buffer_dtype(buffer, dtype))
 
 
-def forget_values(unit: OwnUnit) -> None:
-    """Free the memory of the parameters and buffers of a unit that is on another rank."""
-    unit.to_empty(device=META)
+def forget_values(unit: Unit) -> None:
+    """Free the memory of the parameters and buffers of a unit that is on another rank, but for parameters that this
+    rank has too.
+    """
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, Parameter):
+                blank = torch.empty_like(parameter, device=META)
+                module._parameters[name] = nn.Parameter(blank, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=META)
 
 
 def boundaries(

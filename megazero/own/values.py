@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.source import ConfigError
-from megazero.own.model import Model, OwnUnit
+from megazero.own.model import Unit, Units
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules make their values."""
@@ -39,7 +39,7 @@ class InitialValues:
     def __post_init__(self) -> None:
         self._made: tuple[str, Mapping[str, Tensor]] = "", {}
 
-    def add(self, unit: OwnUnit, model: Model) -> None:
+    def add(self, unit: Unit, model: Units) -> None:
         """Take over the values of one of a model's units."""
         for parameter in unit.parameters():
             name = model.names[id(parameter)]
@@ -52,7 +52,7 @@ class InitialValues:
         if any(buffer.is_meta for buffer in unit.buffers()):
             self._add_blank(unit)
 
-    def _add_blank(self, unit: OwnUnit) -> None:
+    def _add_blank(self, unit: Unit) -> None:
         if unit.name not in self.blanks:
             self.blanks[unit.name] = unit.prefix, copy.deepcopy(unit.module)
 
@@ -60,7 +60,7 @@ class InitialValues:
         """The value of a parameter. The last unit that was made is kept: ask for those of a unit together."""
         return self.there[name] if name in self.there else self._unit(self.makers[name])[name]
 
-    def fill_buffers(self, unit: OwnUnit) -> None:
+    def fill_buffers(self, unit: Unit) -> None:
         """Give a unit's buffers on the meta device their values, in host memory."""
         for path, module in unit.module.named_modules():
             for name, buffer in module._buffers.items():

@@ -98,7 +98,8 @@ class BucketLayout:
     used     the end of the last parameter
     numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
     group    the ranks that hold these parameters, reduce their gradients and shard their state
-    kept_whole  whether the parameters stay whole on every rank where parameters are sharded (--zero3-persist-below)
+    kept_whole  whether the parameters stay whole on every rank where parameters are sharded (--zero3-persist-below, and
+                parameters of a user's module that are used outside of its units)
 
     A shard is a K-th of the bucket, where K neighbours share out the state (`Axes.inner_ranks`). The N / K ranks that
     store the same shard (`Axes.across_ranks`) each own an equal part of it, so that each element has one owner.
@@ -245,7 +246,7 @@ def _small(specs: Sequence[ParameterSpec], packing: Packing) -> list[ParameterSp
         return []
     tied = sum(spec.local_numel for spec in specs if spec.state_group.spans_stages)
     sizes = {spec: tied if spec.state_group.spans_stages else spec.local_numel for spec in specs}
-    return [spec for spec, numel in sizes.items() if numel < packing.keep_below]
+    return [spec for spec, numel in sizes.items() if spec.keep_whole or numel < packing.keep_below]
 
 
 def _parts(unit: list[ParameterSpec], packing: Packing) -> list[list[ParameterSpec]]:

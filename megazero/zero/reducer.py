@@ -63,6 +63,7 @@ class GradientReducer:
     messages  how they travel
     overlap   a reduction goes on while backward does; else its launch waits for it. The results have the same bits
     tp        group over which tp_partial gradients are summed
+    taken     number of gradients that have been taken so far
 
     Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its neighbours. Per step: for each
     bucket what `AcrossSum` does, and one all-reduce over tp of all tp_partial gradients that this rank updates. Sums
@@ -82,6 +83,7 @@ class GradientReducer:
         sums: Sequence[Tier],
     ) -> None:
         self._leaves = [tier is not Tier.DEVICE for tier in sums]
+        self.taken = 0
         self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
         self.messages, self.overlap, self.tp = messages, overlap, tp
         self.pool = BufferPool(column.dtype, column.memory)
@@ -188,6 +190,7 @@ class GradientReducer:
         waiting micro-batch. Vectors are cheap to add now, but are deferred with the matrices of their bucket: added
         now, they would occupy the bucket's buffer until then (ZeRO-2).
         """
+        self.taken += 1
         if self._deferring is None or self.buckets[index].layout.entries[entry].spec.kind is ParameterKind.EMBEDDING:
             self.accumulate(index, entry, write)
         else:

@@ -56,8 +56,6 @@ def fit(values: Values) -> Values | None:
     chunks = made["pp"] * VIRTUAL[made["schedule"]]
     if chunks > len(CASES[made["model"]].units()):
         return None
-    if made["model"] == "tied ends" and VIRTUAL[made["schedule"]] > 1:
-        return None  # a parameter is on one stage, or on the first and the last
     if made["model"] == "convolutional":
         made["recompute"] = False  # a unit that changes its input cannot be computed again
     if made["dp"] < 4 or made["zero_stage"] == 0:
@@ -70,8 +68,6 @@ def drawn(values: Values) -> Drawn:
     virtual_stages = VIRTUAL[values["schedule"]]
     if values["pp"] > 1:
         run |= {"pipeline_schedule": values["schedule"], "virtual_stages": virtual_stages}
-    if values["model"] == "encoder and decoder" and values["pp"] * virtual_stages == 3:
-        run["partition"] = [4, 2, 1]  # what two units share is on one stage, or on the first and the last
     if values["recompute"]:
         run["recompute_granularity"] = "full"
     optional = ("zero_shard_size", "offload_optimizer", "offload_gradients", "offload_params")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.config.source import ConfigError
 from tests.own.models import Batch, Begin, Layer, mlp, of_mlp, squared
-from tests.ranks import config_error, last_words, run_ranks
+from tests.ranks import config_error, run_ranks
 
 ENDS = nn.Linear(12, 1)
 
@@ -93,6 +93,17 @@ class TakesNothing(nn.Module):
         return batch["x"]
 
 
+class Counting(nn.Module):
+    """A parameter of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
 MODELS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no units": (lambda: megazero.Model([]), ValueError, "units is empty"),
     "a function": (lambda: megazero.Model([torch.tanh]), TypeError, "unit '0' is builtin_function_or_method: a module"),
@@ -106,7 +117,13 @@ MODELS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a first unit that takes a tensor": (
         lambda: megazero.Model([nn.Linear(5, 12), Layer()]),
         ValueError,
-        "unit '0' needs input, and there is only the micro-batch, as 'batch'$",
+        "unit '0' needs input, and there is only the micro-batch, as 'batch'; or say input= of the model",
+    ),
+    "no shapes": (lambda: megazero.Model([nn.LazyLinear(3)], squared, input="x"), ValueError, "0.weight has no shape"),
+    "no list": (
+        lambda: megazero.engine(nn.Sequential(nn.Linear(2, 2))),
+        TypeError,
+        "model is Sequential: a megazero.Model is needed",
     ),
     "a loss with parameters": (lambda: megazero.Model([Begin()], nn.Linear(1, 1)), ValueError, "loss has parameters"),
 }
@@ -215,6 +232,7 @@ def test_an_engine_has_a_model_alone() -> None:
 
 RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "a field of GPT": ({"hidden_size": 64}, "run has hidden_size: a model of modules reads none of these"),
+    "lr": ({"lr": 0.1}, "run has lr: a model of modules reads none of these; lr is an argument of the engine"),
     "tensor parallelism": ({"tp": 2}, "run has tp: a model of modules reads none"),
     "too many stages": ({"pp": 9}, "pp 9 x virtual_stages 1 are 9 model chunks, of 5 units"),
     "a partition of others": ({"partition": [2, 2]}, r"partition is \[2, 2\]: 1 numbers from 1 on are needed"),
@@ -349,16 +367,53 @@ def test_a_tensor_that_the_micro_batch_lacks_is_named() -> None:
         engine.step(batch())
 
 
-def shared_in_the_middle(rank: int) -> None:
-    torch.manual_seed(1)
-    again = Layer()
-    units = [Begin(), again, Layer(), again, nn.Linear(12, 1)]
-    megazero.engine(megazero.Model(units, squared), run={"pp": 3, "partition": [2, 1, 2], "precision": "fp32"}).close()
-    again = Layer()
-    units = [Begin(), Layer(), again, again, nn.Linear(12, 1)]
-    megazero.engine(megazero.Model(units, squared), run={"pp": 3, "partition": [2, 1, 2], "precision": "fp32"})
+UNTRAINABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "whole numbers": (Counting, "parameter 0.calls is of torch.int64: numbers that are no floats are a buffer"),
+    "sparse": (lambda: nn.Embedding(3, 2, sparse=True), "module 0. has sparse=True"),
+}
 
 
-def test_a_parameter_of_two_stages_is_of_the_first_and_the_last() -> None:
-    words = last_words(3, shared_in_the_middle)
-    assert "parameter 2.gain is of units on stages 1, 2: a parameter is on one stage, or on the first" in words
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_a_parameter_of_another_kind_is_named(name: str) -> None:
+    make, words = UNTRAINABLE[name]
+    model = megazero.from_sequential(nn.Sequential(make(), nn.Linear(3, 1)), squared, input="x")
+    with pytest.raises(ConfigError, match=words):
+        megazero.engine(model, run={"precision": "fp32"})
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    """What a program has made of them before, such as a list for a mean of weights, is of the engine's parameters."""
+    units = mlp()
+    before = [parameter for unit in units for parameter in unit.parameters()]
+    with megazero.engine(megazero.Model(units, squared), run={"precision": "fp32"}) as engine:
+        values = [parameter.detach().clone() for parameter in before]
+        engine.step(batch())
+        assert all(old is new for old, new in zip(before, engine_parameters(units), strict=True))
+        assert not any(torch.equal(old, new) for old, new in zip(values, before, strict=True))
+
+
+def engine_parameters(units: list[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for unit in units for parameter in unit.parameters()]
+
+
+def test_a_parameter_that_is_away_is_named() -> None:
+    """Its memory is freed between computations of its unit: whatever reads it there would read anything."""
+    units = mlp()
+    run = {"precision": "fp32", "zero_stage": 3, "zero3_persist_below": 0, "offload_params": "cpu"}
+    with megazero.engine(megazero.Model(units, squared), run=run) as engine:
+        engine.step(batch())
+        named = next((name, parameter) for name, parameter in units[1].named_parameters() if parameter.dim() > 1)
+        with pytest.raises(RuntimeError, match=rf"parameter 1\.{named[0]} is not here: with ZeRO-3"):
+            named[1].square()
+        with engine.parameters_whole() as whole:
+            assert torch.equal(named[1].square(), whole[f"1.{named[0]}"].square())
+
+
+def test_a_parameter_that_its_unit_changes_is_named() -> None:
+    """An optimizer has its numbers, and would put them back."""
+    units = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Flatten(), nn.Linear(8, 1))
+    model = megazero.from_sequential(units, squared, input="ids")
+    given = {"ids": torch.ones(3, 2, dtype=torch.long), "y": torch.zeros(3, 1)}
+    wrong = pytest.raises(ValueError, match="unit '0' changes its parameter weight in place")
+    with wrong, megazero.engine(model, run={"precision": "fp32"}) as engine:
+        engine.step(given)

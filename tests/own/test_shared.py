@@ -1,4 +1,4 @@
-"""Modules that several units share, on one stage or on the first and the last, beside plain torch."""
+"""Modules that several units share, on whatever stages, beside plain torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import megazero
 from tests.own.models import Batch, Case, Trained, plainly_trained
 from tests.own.training import RULE, require_equal, trained_with
-from tests.ranks import config_error, run_ranks
+from tests.ranks import run_ranks
 
 WIDE = 6
 ENDS: tuple[tuple[str, str], ...] = (("ab", "ab"), ("ab", "ba"), ("cab", "bca"), ("aab", "ba"), ("a", "aaa"))
@@ -75,16 +74,41 @@ def test_both_stages_add_up_the_same_parameters(ends: tuple[str, str], size: int
             require_equal(made, expected, str(layout))
 
 
-def in_chunks(rank: int) -> str:
-    """a is in the first chunk of all and in the last, b in the two between: each on both stages."""
+SPREAD: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "neighbours": (3, "-a-ab-b", {"pp": 3, "partition": [3, 2, 4]}),
+    "the first two": (3, "ab-ab--", {"pp": 3, "partition": [3, 3, 3], "zero_stage": 1, "late_update": True}),
+    "the last two": (3, "--a-aba", {"pp": 3, "partition": [2, 2, 5], "pipeline_schedule": "zb-h1"}),
+    "all": (3, "abcabca", {"pp": 3, "partition": [3, 3, 3], "recompute_granularity": "full"}),
+    "several": (3, "a-abb-b", {"pp": 3, "partition": [2, 3, 4], "bucket_size": 40}),
+    "sharded": (6, "a-aba-b", {"pp": 3, "partition": [2, 3, 4], "zero_stage": 3, "zero3_persist_below": 0}),
+    "off the device": (3, "a-abb-b", {"pp": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
+    "chunks": (2, "abba", {"pp": 2, "virtual_stages": 2, "partition": [2, 1, 1, 2]}),
+    "chunks of one": (2, "abab-", {"pp": 2, "virtual_stages": 2, "partition": [1, 3, 1, 2], "zero_stage": 2}),
+    "a turn": (2, "aba-b", {"pp": 2, "virtual_stages": 2, "pipeline_schedule": "zb-v", "partition": [2, 2, 1, 2]}),
+}
+"""Ranks, modules by letters from the first unit to the last ("-": one of its own), and a layout."""
+
+
+def spread(letters: str) -> list[nn.Module]:
     torch.manual_seed(3)
-    a, b = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
-    model = megazero.Model([Begin(), Added(a), Added(b), Added(b), Added(a), nn.Linear(WIDE, 1)], loss)
-    run = {"pp": 2, "virtual_stages": 2, "partition": [2, 1, 1, 2]}
-    return config_error(lambda: megazero.engine(model, run=run))
+    linears = {letter: nn.Linear(WIDE, WIDE) for letter in sorted({*letters} - {"-"})}
+    made = [Added(nn.Linear(WIDE, WIDE) if letter == "-" else linears[letter]) for letter in letters]
+    return [unit.double() for unit in (Begin(), *made, nn.Linear(WIDE, 1))]
 
 
-def test_shared_modules_in_other_chunks_of_a_stage_are_named() -> None:
-    told = "parameters 1.linear.weight and 2.linear.weight are on the first stage and the last in other model chunks"
-    for words in run_ranks(2, in_chunks):
-        assert told in words
+def spread_case(letters: str) -> Case:
+    return Case(lambda: spread(letters), loss, micro_batch, steps=4, micro_batches=4)
+
+
+def trained_over(rank: int, name: str) -> Trained:
+    _, letters, layout = SPREAD[name]
+    return trained_with(spread_case(letters), {**RULE, **layout})
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_any_stages_share_parameters(name: str) -> None:
+    """Stages in the middle, several pairs of them, and several chunks of a stage."""
+    size, letters, _ = SPREAD[name]
+    expected = plainly_trained(spread_case(letters))
+    for made in run_ranks(size, trained_over, name):
+        require_equal(made, expected, name)

@@ -1,0 +1,283 @@
+"""What an engine of a user's model has, however its steps compute: units, model state, optimizer, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint.agreement import attempt_on_all_ranks, raise_on_all_ranks
+from megazero.config.dtypes import compute_dtype
+from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
+from megazero.mpu import collectives
+from megazero.mpu.p2p import Channels
+from megazero.mpu.parameter import spec_of
+from megazero.optim.loss_scale import LossScaler
+from megazero.own.model import Unit, Units
+from megazero.own.opening import Opening
+from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
+from megazero.own.refusals import TrainedParameters, require_alike
+from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
+from megazero.own.stage import buffer_dtype
+from megazero.own.values import InitialValues
+from megazero.pipeline.build import step_lists
+from megazero.pipeline.stage_specs import chunks_of
+from megazero.zero.actions import UpdateValues
+from megazero.zero.optimizer import ShardedOptimizer, TrainingStepEnd
+from megazero.zero.state import ModelState
+
+FILLED = ("weight",)
+
+
+class StepResult(NamedTuple):
+    """Numbers of a step, the same on all ranks: 0-dim tensors on the device, for which nobody has waited.
+
+    loss       the sum of the losses of all micro-batches of all ranks, over their number
+    grad_norm  before clipping
+    skipped    whether a gradient or the loss was not finite, so that nothing was updated
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+class EngineState:
+    """A model in training on this rank: its part of the units, their state, and what a checkpoint has of them. It is a
+    context, which ends its process groups; `close` does, too. How a step computes is a matter of subclasses.
+
+    steps                  number of steps that were made, those before a load included
+    rank                   this rank's number among all
+    data_rank, data_ranks  which micro-batches are this rank's: those of one of so many parts of a batch. All stages
+                           of a part take the same
+    """
+
+    def __init__(self, model: Units, opening: Opening) -> None:
+        self._opening = opening
+        run, grid = opening.run, opening.grid
+        self.run, self.lr, self.grid = run, opening.lr, grid
+        self.dtype = compute_dtype(run.optimizer.precision)
+        self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
+        digests = {
+            "have other models: other units, names, shapes or dtypes": structure_digest(model),
+            "begin with other values: seed torch alike on all of them": values_digest(model),
+        }
+        require_alike(digests, grid)
+        self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
+        placed = self._placed
+        self.stages = placed.stages
+        opens = None if opening.files is None else opening.files.open
+        self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
+        self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, opening.rule)
+        self._kept = run.optimizer.moments if opening.rule is None else (*opening.rule.columns,)
+        """What a checkpoint has to have of each weight, by the optimizer's own names."""
+        self.scaler = LossScaler(run.optimizer, grid.device)
+        self._fill(placed.values)
+        self.steps = 0
+        self._checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
+        self._lists = step_lists(run, grid.at.pp, self.state.shape)
+        self._channels = Channels(grid, and_back=chunks_of(run).and_back)
+        self._trained = TrainedParameters(self._units(), unused=model.unused)
+        opening.leave_first()
+
+    # --- how it is built -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _fill(self, values: InitialValues) -> None:
+        """Set the weights to these values. A collective of all ranks."""
+
+        def fill() -> None:
+            for fragments in self.optimizer.portions(FILLED):
+                for fragment in fragments:
+                    whole = values.of(fragment.spec.name).reshape(-1)
+                    fragment.weight.copy_(whole[fragment.start : fragment.stop])
+
+        attempt_on_all_ranks(self.grid.world, self.grid.device, fill)
+        self.optimizer.after_load(FILLED)
+        self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
+        values.forget()
+
+    def _units(self) -> list[Unit]:
+        """This rank's, in forward order of its chunks."""
+        return [unit for stage in self.stages for unit in stage.units() if isinstance(unit, Unit)]
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _begin_step(self, tokens: Tensor | float, *, reports: bool) -> TrainingStepEnd:
+        """What ends a step that begins now. tokens: the number that the losses of this rank are a sum over. reports:
+        whether this rank has losses.
+        """
+        scale = self.scaler.scale
+        self.state.messages.begin_step(scale)
+        return TrainingStepEnd(
+            optimizer=self.optimizer,
+            reduce=self._reduce,
+            lr=self.lr,
+            positions=1,
+            scale=scale,
+            clip_grad=self.run.optimizer.clip_grad,
+            tokens=tokens,
+            reports=reports,
+            stops=lambda: False,
+            values=self.state.owed.take(),
+        )
+
+    def _end_step(self, end: TrainingStepEnd) -> StepResult:
+        """Count a step whose list is over."""
+        self._trained.require_reached()
+        if self.run.parallel.late_update and end.values is not None:
+            self.state.owed.leave(end.values, self._settle)
+        self.optimizer.end_step(end.bad)
+        self.scaler.update(end.bad)
+        self.steps += 1
+        return StepResult(end.loss_sum / end.all_tokens, end.grad_norm, end.bad)
+
+    def _settle(self, values: UpdateValues) -> None:
+        """Make the updates that the last step has left."""
+        raise NotImplementedError
+
+    def _reduce(self, *values: Tensor | float) -> list[Tensor]:
+        """The sum of each value over all ranks; one all-reduce of the world."""
+        return collectives.sums(values, self.grid.world, self.grid.device)
+
+    @contextmanager
+    def parameters_whole(self) -> Iterator[dict[str, Tensor]]:
+        """A context with the parameters of this rank's units by name, whole and up to date. A collective of all
+        ranks.
+        """
+        with self.state.reading():
+            mine = (parameter for unit in self._units() for parameter in unit.module.parameters())
+            yield {spec_of(parameter).name: parameter.detach() for parameter in mine}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the model in host memory, on every rank: what `load_state_dict` of an
+        `nn.ModuleList` or `nn.ModuleDict` of the units takes. Of a parameter that several units have, each has a copy
+        under its own name. A collective of all ranks.
+        """
+        return dict(self._collected(lambda tensor: True))
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write what `state_dict` has to a new file in the format of safetensors, with a unit at a time in memory. In
+        plain torch `safetensors.torch.load_file` opens it. A collective of all ranks, of which rank 0 writes. Raises on
+        all ranks if it cannot, or a file is there: OSError on rank 0, CheckpointError on others.
+        """
+        named = [(name, tensor) for unit in self._placed.units for name, tensor in unit.tensors()]
+        slots = [TensorHeader(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in named]
+        collected = self._collected(lambda tensor: True)
+
+        def write() -> None:
+            write_safetensors(Path(path), slots, (tensor for _, tensor in collected))
+
+        failure: Exception | None = None
+        try:
+            if self.rank == 0:
+                write()
+        except Exception as error:
+            failure = error
+        for _ in collected:  # on other ranks, and what is left where writing has failed
+            pass
+        raise_on_all_ranks(self.grid.world, self.grid.device, failure)
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """That of a parameter or buffer of the model on the rank that has it."""
+        return self.dtype if isinstance(tensor, nn.Parameter) else buffer_dtype(tensor, self.dtype)
+
+    def _collected(self, wanted: Callable[[Tensor], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Those of `state_dict` that are wanted, one after the other. Of another stage's a rank knows the shapes alone.
+        A collective of all ranks, which go through all of them.
+        """
+        chunks, device = chunks_of(self.run), self.grid.device
+        self.state.wait_parameters()  # makes updates that are owed, for which all ranks have to call it
+        for model_chunk, numbers in enumerate(self._placed.chunks):
+            stage = chunks.holder(model_chunk)[0]
+            for unit in (self._placed.units[number] for number in numbers):
+                is_here = stage == self.grid.pp.index
+                with self.state.reading(unit) if is_here else nullcontext():
+                    for name, tensor in unit.tensors():
+                        if wanted(tensor):
+                            value = torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device=device)
+                            if is_here:
+                                value.copy_(tensor.detach())
+                            collectives.broadcast(value, self.grid.pp, stage).wait()
+                            yield name, value.cpu()
+
+    def save(self, folder: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint into a folder, and return its path. The three newest are kept.
+
+        about: what the program wants back from `load`, as JSON holds it: where its data are, for instance.
+
+        A collective of all ranks, of which one file system or several have the folder. Raises as a save of a run does.
+        """
+        try:
+            json.dumps(dict(about or {}))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"about holds what JSON does not hold: {error}") from error
+        progress = {
+            "steps": self.steps,
+            "lr": self.lr,
+            "optimizer_steps": float(self.optimizer.step_count.item()),
+            "loss_scale": self.scaler.state_dict(),
+            "optimizer_keeps": [*self._kept],
+            "about": dict(about or {}),
+        }
+        return self._checkpoints.save(os.fspath(folder), self.steps, progress, dict(self._collected(_is_untrained)))
+
+    def load(self, folder: str | os.PathLike[str], *, weights_only: bool = False) -> dict[str, Any] | None:
+        """Go on from the newest complete checkpoint in a folder, of any layout and precision, or from the one that the
+        folder is; return what was handed to `save`. None, and nothing changes, if there is none.
+
+        weights_only: whether training begins anew, with the weights, frozen parameters and buffers of the checkpoint
+
+        A collective of all ranks. Raises Damaged, or ValueError with the names that the model or the optimizer does not
+        share.
+        """
+        found = self._checkpoints.find(os.fspath(folder))
+        if found is None:
+            return None
+        progress = found.progress
+        if not weights_only:
+            require_same_optimizer(kept_in(found), self._kept)
+        self._put_untrained(self._checkpoints.load(found, weights_only=weights_only))
+        about: dict[str, Any] = progress["about"]
+        if weights_only:
+            return about
+        self.steps, self.lr = int(progress["steps"]), float(progress["lr"])
+        self.optimizer.step_count.fill_(progress["optimizer_steps"])
+        self.scaler.load_state_dict(progress["loss_scale"])
+        return about
+
+    @torch.no_grad()
+    def _put_untrained(self, read: Mapping[str, Tensor]) -> None:
+        """Set frozen parameters and buffers to what a checkpoint has."""
+        every = (named for unit in self._placed.units for named in unit.tensors())
+        require_names(read, {name: tensor.shape for name, tensor in every if _is_untrained(tensor)})
+        self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype))
+        for unit in self._units():
+            for name, tensor in unit.tensors():
+                if not isinstance(tensor, nn.Parameter):
+                    tensor.copy_(read[name])
+
+    def close(self) -> None:
+        """End the process groups and the lanes of what has left the device. Called by all ranks."""
+        self.state.tiers.close(remove=True)
+        self._opening.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if raised[0] is None:
+            self.close()
+        else:
+            self._opening.__exit__(*raised)
+
+
+def _is_untrained(tensor: Tensor) -> bool:
+    """Whether a tensor of a module is a buffer or a frozen parameter."""
+    return not tensor.requires_grad

@@ -1,0 +1,108 @@
+"""What an engine has before its modules: a run, a rule of updates, process groups and files."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+from megazero.config.schema import Run
+from megazero.launch import world_of
+from megazero.mpu.grid import ProcessGrid
+from megazero.own.model import Units
+from megazero.own.rank_units import sharing_stages
+from megazero.own.refusals import learning_rate
+from megazero.own.settings import run_of
+from megazero.own.torch_rule import MakeOptimizer, TorchRule
+from megazero.telemetry.watchdog import StopSignals
+from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks
+from megazero.train.swap_files import StateFiles, state_files
+
+E = TypeVar("E")
+LR = 1e-3
+"""The learning rate of one of our optimizers, if nobody says another."""
+
+
+class Opening:
+    """It is a context, which ends the groups and removes the files. So does `close`, and where nobody calls that, the
+    end of the opening.
+
+    lr     the learning rate until a step says another
+    rule   the update of an optimizer of torch; None: the optimizer is one of ours
+    files  where columns are that leave the device for disks; None: none does
+    """
+
+    def __init__(self, run: Run, lr: float, rule: TorchRule | None) -> None:
+        self.run, self.lr, self.rule = run, lr, rule
+        self.grid: ProcessGrid
+        self.files: StateFiles | None
+
+    def enter(self, contexts: ExitStack, grid: ProcessGrid, files: StateFiles | None) -> None:
+        """Take over process groups and files with the contexts that end them."""
+        self.grid, self.files, self._ends = grid, files, contexts.pop_all()
+        self._leaves = weakref.finalize(self, _leave, self._ends)
+
+    def leave_first(self) -> None:
+        """Where nobody closes it, remove the files before the lanes end that were made since then: at the end of the
+        process what was made last ends first.
+        """
+        self._leaves.detach()
+        self._leaves = weakref.finalize(self, _leave, self._ends)
+
+    def close(self) -> None:
+        """End the process groups and remove the files. Called by all ranks."""
+        self._leaves.detach()
+        self._ends.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._leaves.detach()
+        self._ends.__exit__(*raised)
+
+
+def _leave(contexts: ExitStack) -> None:
+    """Remove the files of what nobody closes. Waits for no other rank, which may be gone."""
+    with suppress(GeneratorExit):
+        contexts.__exit__(GeneratorExit, GeneratorExit(), None)
+
+
+def opening_of(
+    units: Units, optimizer: str | MakeOptimizer, lr: float | None, run: Mapping[str, Any] | None
+) -> Opening:
+    """What an engine of these units needs. Otherwise as `own.engine.engine`. A collective of all ranks."""
+    meeting = rendezvous()
+    environment = meeting.environment
+
+    def resolved() -> Opening:
+        name, rule = (optimizer, None) if isinstance(optimizer, str) else _rule_of(optimizer)
+        rate = learning_rate(lr if lr is not None else LR if rule is None else rule.lr)
+        kept = None if rule is None else rule.kept
+        return Opening(run_of(run or {}, name, units, environment.world_size, kept), rate, rule)
+
+    opening = result_on_all_ranks(resolved, meeting)
+    with ExitStack() as contexts:
+        world = world_of(opening.run, environment)
+        if sharing := sharing_stages(units, opening.run):
+            world = replace(world, axes=replace(world.axes, sharing=sharing))
+        grid = contexts.enter_context(process_groups(world, meeting, opening.run.parallel))
+        files = contexts.enter_context(state_files(opening.run, grid, None, StopSignals()))
+        opening.enter(contexts, grid, files)
+    return opening
+
+
+def _rule_of(optimizer: MakeOptimizer) -> tuple[str, TorchRule]:
+    rule = TorchRule(optimizer)
+    return rule.name, rule
+
+
+def made_with(opening: Opening, make: Callable[[Opening], E]) -> E:
+    """What `make` makes with an opening, which ends where that raises."""
+    with ExitStack() as until_made:
+        until_made.push(opening)
+        made = make(opening)
+        until_made.pop_all()
+    return made
