@@ -8,12 +8,16 @@ if a parameter is used by its own module. A model of which that is not so is ref
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +27,8 @@ TRIED = (2, 3)
 """Samples and tokens of the passes. The sizes differ: no axis is taken for another."""
 FORWARDED = frozenset({"T", "H", "mT", "mH", "data", "real", "imag"})
 """Attributes of a tensor that have its values."""
+CAUSAL = "ForCausalLM"
+"""The kind of loss that `transformers` has for the token behind each one."""
 ASKED = frozenset(
     {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "get_device", "is_contiguous"}
 )
@@ -73,6 +79,11 @@ def _found(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) 
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
             why["a tuple" if returns_tuple else "a tensor"] = error
         else:
+            if passes[0].logits.shape[-1] == getattr(model.config, "vocab_size", None):
+                again = partial(_Pass, model, layers, embedding, returns_tuple, 0, labels=True)
+                _require_next_tokens(model, device_of(embedding), again)
+            elif (kind := getattr(model, "loss_type", None)) not in (None, CAUSAL):
+                raise _Different(f"its loss is of the kind {kind}, and that of units is {CAUSAL}")
             return _compared(model, passes, embedding, returns_tuple)
     reasons = "; ".join(f"as {form}: {str(error).splitlines()[0]}" for form, error in why.items())
     raise ValueError(
@@ -89,12 +100,21 @@ class _Pass:
 
     variant  of two passes: what is in front of the layers, and what all layers but the last make, is different
     called   modules with parameters in the order of their calls, None for a layer
+    labels   whether the model gets a label for each token: `self.labels`
     calls    the arguments of each layer
     logits   of the pass
+    loss     the model's own, if it makes one
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, returns_tuple: bool, variant: int
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        embedding: nn.Module,
+        returns_tuple: bool,
+        variant: int,
+        *,
+        labels: bool = False,
     ) -> None:
         self.called, self.calls = list[nn.Module | None](), list[LayerCall]()
         self._made: tuple[Tensor, int] | None = None
@@ -115,8 +135,13 @@ class _Pass:
             places[layer] = layer_forward(self._layer(0 if is_last else 1 + variant), returns_tuple=returns_tuple)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tokens = torch.arange(TRIED[0] * TRIED[1], device=device).view(TRIED) % table.shape[0]
+        self.labels = tokens % 2
         with replaced(places), _ParametersSeen(names):
-            self.logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+            output = model(input_ids=tokens, use_cache=False, **({"labels": self.labels} if labels else {}))
+        if getattr(output, "logits", None) is None:
+            raise _Different("it returns no logits: it has no head")
+        self.logits: Tensor = output.logits
+        self.loss: Tensor | None = getattr(output, "loss", None)
         if self.logits.shape[:2] != TRIED or self.called.count(None) != len(layers):
             calls = self.called.count(None)
             raise ValueError(f"{calls} of {len(layers)} layers are called, and logits are {list(self.logits.shape)}")
@@ -173,6 +198,29 @@ def _compared(model: nn.Module, passes: Sequence[_Pass], embedding: nn.Module, r
         {name: module for name, module in after.items() if name not in before},
         first.calls[0].hidden.shape[-1],
     )
+
+
+def _require_next_tokens(model: nn.Module, device: torch.device, labelled: Callable[[], _Pass]) -> None:
+    """Raise _Different where the model's own loss is another one than that of the units: the cross-entropy of the token
+    behind each one. A model without a loss of its own gets it.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return
+    try:
+        with torch.no_grad(), kept_generators(device):
+            made = labelled()
+    except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise _Different(f"its own loss does not take a label for each token ({reason})") from error
+    if made.loss is not None:
+        scores = made.logits[:, :-1].flatten(0, 1)
+        tolerance = 1e-5 if scores.dtype.itemsize > 2 else 2e-2
+        of_units = float(F.cross_entropy(scores.double(), made.labels[:, 1:].flatten()))
+        if not math.isclose(float(made.loss), of_units, rel_tol=tolerance):
+            raise _Different(
+                "its own loss is not the cross-entropy of the token behind each one alone: of the same scores it is "
+                f"{float(made.loss):.6g}, and that is {of_units:.6g}"
+            )
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -242,7 +290,8 @@ def nothing(module: nn.Module, blank: Tensor) -> Callable[..., Any]:
         if given is None or not given.is_floating_point() or isinstance(module, nn.Embedding):
             return blank
         if isinstance(module, nn.Linear) and module.out_features != given.shape[-1]:
-            return given[..., :1].expand(*given.shape[:-1], module.out_features)
+            # other numbers for each feature: scores of tokens that are all alike have the same loss for any label
+            return given[..., :1] * torch.linspace(1.0, 2.0, module.out_features).to(given)
         return given
 
     return forward

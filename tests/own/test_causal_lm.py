@@ -282,6 +282,39 @@ def test_what_units_cannot_do_is_refused(more: str) -> None:
         megazero.from_transformers(Family(more))
 
 
+def with_a_head(kind: str) -> nn.Module:
+    """A small model of transformers of another kind."""
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if kind.startswith("Mixtral"):
+        config: Any = transformers.MixtralConfig(**sizes, **heads, num_local_experts=2, output_router_logits=True)
+    elif kind.startswith("Bart"):
+        config = transformers.BartConfig(
+            vocab_size=11, d_model=16, encoder_layers=2, decoder_layers=2, decoder_attention_heads=2
+        )
+    else:
+        config = transformers.LlamaConfig(**sizes, **heads)
+    model: nn.Module = getattr(transformers, kind)(config)
+    return model
+
+
+OTHER_LOSSES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForTokenClassification": "its loss is of the kind ForTokenClassification, and that of units is ForCausal",
+        "LlamaModel": "it returns no logits: it has no head",
+        "BartForCausalLM": "its own loss is not the cross-entropy of the token behind each one alone",  # no shift
+        "MixtralForCausalLM": "cannot be cut|do not make one hidden state",  # a loss of its router beside
+    }
+)
+"""Models with a loss of another kind, and the words that refuse them."""
+
+
+@pytest.mark.parametrize("kind", OTHER_LOSSES)
+def test_another_loss_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=OTHER_LOSSES[kind]):
+        megazero.from_transformers(with_a_head(kind))
+
+
 WRONG: Mapping[str, tuple[Callable[[], Any], str]] = MappingProxyType(
     {
         "no model": (lambda: nn.Linear(2, 2), "Linear has its layers at an unknown place: say layers=; it has no list"),
