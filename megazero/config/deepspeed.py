@@ -101,7 +101,12 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
         source.problems.append(f"--deepspeed-config {path}: holds no settings, but {json_type(content)}")
         source.unread = True
         return source
-    every = _flattened(content, "")
+    return deepspeed_source(str(path), content)
+
+
+def deepspeed_source(name: str, content: Mapping[str, Any]) -> DeepSpeedSource:
+    """The settings of the content of a DeepSpeed file. name: of the file, for messages."""
+    source, every = DeepSpeedSource(name), _flattened(content, "")
     keys = {key: value for key, value in every.items() if value != "auto"}
     for key, value in keys.items():
         if key in FIELDS:

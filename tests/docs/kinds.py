@@ -22,6 +22,7 @@ ELSEWHERE: Mapping[str, str] = {
     r"kubectl ": "tests/examples/test_kubernetes.py::test_its_command_is_valid_on_its_ranks",
     r"megazero harness run ": "tests/evaluation/test_lm_eval.py::test_simple_evaluate",
     r"(python|torchrun .*) examples/own_program": "tests/examples/test_own_program.py::test_it_trains_under_torchrun",
+    r"(python|torchrun .*) examples/deepspeed_program": "tests/examples/test_deepspeed_program.py::test_ranks_train",
     r"python examples/own_plain": "tests/examples/test_own_modules.py::test_the_page_shows_what_the_plain_loop_prints",
     r"(python|torchrun .*) examples/own_modules[.]py.*(--meta|bf16|fp16)": (
         "tests/examples/test_own_modules.py::test_others_learn_too"
