@@ -134,6 +134,9 @@ class Parameter(nn.Parameter):
         parameter.gradient_target = None
         return parameter
 
+    def set_away(self, is_away: bool) -> None:
+        """Called where its memory has been freed until the next use, and where it has memory again."""
+
 
 def become_parameter(
     parameter: nn.Parameter, kind: type[Parameter], spec: ParameterSpec, dtype: torch.dtype, device: torch.device

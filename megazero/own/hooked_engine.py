@@ -20,7 +20,7 @@ from megazero.own.hooked_run import HookedRun, OtherOrder
 from megazero.own.model import Units
 from megazero.own.opening import Opening
 from megazero.own.rank_units import brings_parameters
-from megazero.own.stage import kept_tensors, require_same_versions, versions_of
+from megazero.own.stage import buffers_by_words, parameters_by_words, require_same_versions, versions_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.program.instruction import Op
 from megazero.zero.actions import UpdateValues
@@ -55,6 +55,7 @@ class HookedEngine(EngineState):
         for number, unit in enumerate(units.units):
             self._calls.setdefault(unit.module, []).append(number)
         self._called_so_far = Counter[nn.Module]()
+        self._by_words = {unit.module: parameters_by_words(unit.module) for unit in units.units}
         self._versions = dict[nn.Module, dict[str, tuple[Tensor, int]]]()
         for unit_module in self._calls:
             # first of all hooks, of which others may use and change what the unit has
@@ -224,7 +225,8 @@ class HookedEngine(EngineState):
 
     def _unchanged_by(self, module: nn.Module) -> dict[str, Tensor]:
         """By words, what a unit may not change."""
-        return kept_tensors(module, buffers=self.stages[0].keeps_buffers)
+        keeps = self.stages[0].keeps_buffers
+        return self._by_words[module] | (buffers_by_words(module) if keeps else {})
 
     def enter_backward(self, micro_batch: int, number: int) -> None:
         """Called in front of the backward of a unit."""

@@ -58,6 +58,7 @@ class OwnStage(nn.Module):
         self.chunk = nn.ModuleList(units)
         self.has_loss, self.computes_again, self.keeps_buffers = has_loss, computes_again, keeps_buffers
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
+        self._by_words = {unit: parameters_by_words(unit.module) for unit in units}
 
     def units(self) -> list[nn.Module]:
         """In forward order."""
@@ -95,7 +96,9 @@ class OwnStage(nn.Module):
     def _kept(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors) -> dict[str, Tensor]:
         """By words, what a unit may not change. hidden: its input, if a backward computes the unit again."""
         named = {f"tensor {name!r} of the micro-batch": tensor for name, tensor in batch.items()}
-        named |= kept_tensors(unit.module, buffers=self.keeps_buffers)
+        named |= self._by_words[unit]
+        if self.keeps_buffers:
+            named |= buffers_by_words(unit.module)
         inputs = () if hidden is None else tensors_of(hidden)
         return named | {f"tensor {number} of its input": tensor for number, tensor in enumerate(inputs)}
 
@@ -123,12 +126,14 @@ def _named(unit: OwnUnit) -> Iterator[None]:
         raise
 
 
-def kept_tensors(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
-    """By words, what a module's forward may not change: parameters, of which an optimizer has the numbers, and buffers
-    if they are to stay.
-    """
-    named: dict[str, Tensor] = {f"its parameter {name}": parameter for name, parameter in module.named_parameters()}
-    return named | {f"its buffer {name}": buffer for name, buffer in module.named_buffers() if buffers}
+def parameters_by_words(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters, of which an optimizer has the numbers, so that no forward may change them."""
+    return {f"its parameter {name}": parameter for name, parameter in module.named_parameters()}
+
+
+def buffers_by_words(module: nn.Module) -> dict[str, Tensor]:
+    """A module's buffers of now."""
+    return {f"its buffer {name}": buffer for name, buffer in module.named_buffers()}
 
 
 def versions_of(named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
@@ -193,26 +198,25 @@ def _words(value: object) -> str:
 
 
 class BroughtParameter(Parameter):
-    """A parameter whose memory is there for the computations of its unit alone. Anything else that uses its numbers is
-    an error: they would be those of freed memory.
-    """
+    """A parameter whose memory is there for the computations of its unit alone."""
+
+    def set_away(self, is_away: bool) -> None:
+        self.__class__ = AwayParameter if is_away else BroughtParameter
+
+
+class AwayParameter(BroughtParameter):
+    """One without memory. A use of its numbers is an error: they would be those of freed memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if name_of_function(func) not in NO_USE:
-            for each in args:
-                if isinstance(each, BroughtParameter) and each.is_away():
-                    raise RuntimeError(
-                        f"parameter {each.spec.name} is not here: with ZeRO-3, or parameters off the device, it is in "
-                        "the computations of its unit, and in the context parameters_whole() of the engine"
-                    )
+            name = next((each.spec.name for each in args if isinstance(each, AwayParameter)), "of the module")
+            raise RuntimeError(
+                f"parameter {name} is not here: with ZeRO-3, or parameters off the device, it is in the computations "
+                "of its unit, and in the context parameters_whole() of the engine"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    def is_away(self) -> bool:
-        """Whether the parameter has no memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.untyped_storage().nbytes() == 0 < self.numel()
 
 
 NO_USE = frozenset(

@@ -65,6 +65,7 @@ class WholeParameters:
         assert storage.nbytes() == 0, f"parameters of bucket {self.index} are gathered already"
         self.column.memory.take(GATHERED, self.nbytes, f"the whole parameters of bucket {self.index}, gathered,")
         storage.resize_(self.nbytes)
+        self._set_away(False)
 
     def free(self) -> None:
         """Free the memory of a gathered bucket's tensor. Raises RuntimeError if something outside torch has a view."""
@@ -79,6 +80,11 @@ class WholeParameters:
             )
         self.column.memory.give(GATHERED, storage.nbytes())
         storage.resize_(0)
+        self._set_away(True)
+
+    def _set_away(self, is_away: bool) -> None:
+        for parameter in self.bucket.parameters:
+            parameter.set_away(is_away)
 
     @property
     def loaded_in_place(self) -> bool:
