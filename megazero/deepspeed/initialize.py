@@ -63,9 +63,8 @@ def initialize(
     if make is None:
         raise ValueError("there is no optimizer: hand over optimizer=, or name one in the configuration")
     lr, run = (settings.lr, dict(settings.run)) if isinstance(make, str) else (None, _without_options(settings))
-    units = called_units(
-        model, unit_modules(model), RecordedForward([], [])
-    )  # in any order: the first forward has the true one
+    in_any_order = RecordedForward([], [])  # the first forward has the true one
+    units = called_units(model, unit_modules(model), in_any_order)
     opening = opening_of(units, make, lr, run)
     made = made_with(opening, lambda opening: _engine(model, opening, settings, given, lr_scheduler))
     loader = None if training_data is None else _loader(training_data, made, collate_fn)

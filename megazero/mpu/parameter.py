@@ -134,6 +134,13 @@ class Parameter(nn.Parameter):
         parameter.gradient_target = None
         return parameter
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain one, with the same values."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
     def set_away(self, is_away: bool) -> None:
         """Called where its memory has been freed until the next use, and where it has memory again."""
 

@@ -21,7 +21,7 @@ from megazero.mpu.parameter import spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import Unit, Units
 from megazero.own.opening import Opening
-from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
+from megazero.own.rank_units import PlacedModel, brings_parameters, place_model, structure_digest, values_digest
 from megazero.own.refusals import TrainedParameters, require_alike
 from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
 from megazero.own.stage import buffer_dtype
@@ -83,7 +83,8 @@ class EngineState:
         self._checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         self._lists = step_lists(run, grid.at.pp, self.state.shape)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
-        self._trained = TrainedParameters(self._units(), unused=model.unused)
+        masters = self.dtype.itemsize <= 2 or brings_parameters(run)
+        self._trained = TrainedParameters(self._units(), unused=model.unused, masters=masters)
         opening.leave_first()
 
     # --- how it is built -------------------------------------------------------------------------------------------

@@ -186,8 +186,12 @@ class HookedEngine(EngineState):
 
     # --- hooks of units --------------------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookedEngine:
+        """A copy of the module, which has the hooks too, is none of the engine's."""
+        return self
+
     def _before_forward(self, module: nn.Module, given: Any) -> None:
-        if self._pass is None:
+        if self._pass is None or module not in self._calls:
             return
         numbers = self._calls[module]
         if self._in_backward:  # torch.utils.checkpoint computes the unit again
@@ -204,7 +208,7 @@ class HookedEngine(EngineState):
         self._versions[module] = versions_of(self._unchanged_by(module))
 
     def _behind_forward(self, module: nn.Module, args: Any, named: Any, made: Any) -> None:
-        if self._pass is None:
+        if self._pass is None or module not in self._calls:
             return
         numbers = self._calls[module]
         number = self._pass.last_of(numbers) if self._in_backward else numbers[self._called_so_far[module] - 1]

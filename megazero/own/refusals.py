@@ -85,22 +85,39 @@ def require_same_batches(batches: Sequence[OwnBatch], grid: ProcessGrid) -> None
 class TrainedParameters:
     """Which parameters of a rank's units are trained, and which of these no gradient has reached yet.
 
-    unused: whether a parameter may go without a gradient
+    unused   whether a parameter may go without a gradient
+    masters  whether an optimizer has other numbers than the parameters, of which these are copies
     """
 
-    def __init__(self, units: Iterable[Unit], *, unused: bool) -> None:
-        self._units = list(units)
+    def __init__(self, units: Iterable[Unit], *, unused: bool, masters: bool) -> None:
+        self._units, self._masters = list(units), masters
         every = (each for unit in self._units for each in unit.module.parameters() if isinstance(each, Parameter))
         named = {spec_of(each).name: each for each in every}
         self._is_trained = {name: each.requires_grad for name, each in named.items()}
         self._named = named
+        with torch._C.DisableTorchFunctionSubclass():  # some are away
+            self._places = {name: parameter.detach() for name, parameter in named.items()}
+        self._versions = {name: parameter._version for name, parameter in named.items()}
         self._unreached = set() if unused else {name for name, is_trained in self._is_trained.items() if is_trained}
         for name in self._unreached:
             named[name].register_post_accumulate_grad_hook(_GradientSeen(self._unreached, name))
 
     def require_as_before(self) -> None:
-        """Raise ValueError if somebody has begun or ceased to train a parameter."""
+        """Raise ValueError if somebody has begun or ceased to train a parameter, has put another one in its place, or
+        has changed one of which an optimizer has other numbers.
+        """
+        now = {id(each) for unit in self._units for each in unit.module.parameters()}
         for name, parameter in self._named.items():
+            if id(parameter) not in now or parameter.data_ptr() != self._places[name].data_ptr():
+                raise ValueError(
+                    f"parameter {name} has been replaced since the engine was made, which trains the one from then: "
+                    "set values in front of the engine, or by its load"
+                )
+            if self._masters and parameter._version != self._versions[name]:
+                raise ValueError(
+                    f"parameter {name} has been changed outside of a step. The optimizer has numbers of its own, of "
+                    "which it is a copy: set values in front of the engine, or by its load"
+                )
             if parameter.requires_grad != self._is_trained[name]:
                 raise ValueError(
                     f"requires_grad of {name} is {parameter.requires_grad} now: an engine keeps memory for what is "

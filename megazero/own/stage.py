@@ -221,8 +221,8 @@ class AwayParameter(BroughtParameter):
 
 NO_USE = frozenset(
     "shape dtype device requires_grad ndim is_leaf layout is_meta is_cuda is_cpu is_sparse is_quantized is_nested "
-    "grad_fn grad names _version data size dim numel nelement stride is_floating_point is_complex is_contiguous "
-    "element_size untyped_storage __hash__ __len__ __deepcopy__ requires_grad_ register_hook __set__ __delete__ "
+    "grad_fn grad names _version data_ptr size dim numel nelement stride is_floating_point is_complex is_contiguous "
+    "element_size untyped_storage __hash__ __len__ requires_grad_ register_hook __set__ __delete__ "
     "register_post_accumulate_grad_hook _backward_hooks output_nr".split()
 )
 """Functions and attributes of a tensor that do not read its numbers."""
@@ -288,10 +288,10 @@ def forget_values(unit: Unit) -> None:
     rank has too.
     """
     for module in unit.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in list(module._parameters.items()):
             if parameter is not None and not isinstance(parameter, Parameter):
                 blank = torch.empty_like(parameter, device=META)
-                module._parameters[name] = nn.Parameter(blank, parameter.requires_grad)
+                setattr(module, name, nn.Parameter(blank, parameter.requires_grad))  # an RNN has a list beside
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=META)
@@ -323,7 +323,7 @@ def _outlined(unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, dtype: 
         return as_bundle(unit, outline(hidden, batch, dtype))
     try:
         with torch.enable_grad():  # an evaluation's messages are those of a step, which come from here, too
-            return as_bundle(unit, functional_call(unit, _on_meta(unit, dtype), (hidden, batch)))
+            return as_bundle(unit, functional_call(unit, _on_meta(unit, dtype), (hidden, batch), tie_weights=False))
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"unit {unit.name!r} cannot run on torch's meta device, which says what it sends to the next stage: "
@@ -332,15 +332,21 @@ def _outlined(unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, dtype: 
 
 
 def _on_meta(unit: OwnUnit, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters and buffers of a unit by name, without values."""
+    """Parameters and buffers of a unit by name, without values: one name of each place. `functional_call` would leave
+    them in a module that has two names.
+    """
 
     def alike(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(tensor.shape, dtype=dtype, device=META, requires_grad=tensor.requires_grad)
 
     once = {id(parameter): alike(parameter, dtype) for parameter in unit.parameters()}
     once |= {id(buffer): alike(buffer, buffer_dtype(buffer, dtype)) for buffer in unit.buffers()}
-    named = (*unit.named_parameters(remove_duplicate=False), *unit.named_buffers(remove_duplicate=False))
-    return {name: once[id(tensor)] for name, tensor in named}
+    return {
+        f"{path}.{name}" if path else name: once[id(tensor)]
+        for path, module in unit.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
 
 
 def shapes_of(batch: Mapping[str, Tensor]) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -396,17 +397,61 @@ def engine_parameters(units: list[nn.Module]) -> list[nn.Parameter]:
     return [parameter for unit in units for parameter in unit.parameters()]
 
 
-def test_a_parameter_that_is_away_is_named() -> None:
+USES: dict[str, Callable[[Tensor], object]] = {
+    "square": lambda away: away.square(),
+    "a list": lambda away: torch.cat([away, away]),
+    "by name": lambda away: torch.sum(input=away),
+    "data": lambda away: away.data,
+    "a copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_parameter_that_is_away_is_named(use: str) -> None:
     """Its memory is freed between computations of its unit: whatever reads it there would read anything."""
     units = mlp()
     run = {"precision": "fp32", "zero_stage": 3, "zero3_persist_below": 0, "offload_params": "cpu"}
     with megazero.engine(megazero.Model(units, squared), run=run) as engine:
         engine.step(batch())
-        named = next((name, parameter) for name, parameter in units[1].named_parameters() if parameter.dim() > 1)
-        with pytest.raises(RuntimeError, match=rf"parameter 1\.{named[0]} is not here: with ZeRO-3"):
-            named[1].square()
+        name, parameter = next((name, each) for name, each in units[1].named_parameters() if each.dim() > 1)
+        with pytest.raises(RuntimeError, match=r"parameter (1\.\S+|of the module) is not here: with ZeRO-3"):
+            USES[use](parameter)
         with engine.parameters_whole() as whole:
-            assert torch.equal(named[1].square(), whole[f"1.{named[0]}"].square())
+            USES[use](parameter)
+            assert torch.equal(parameter.square(), whole[f"1.{name}"].square())
+        engine.step(batch())
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
+    "another": (
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones_like(layer.weight))),
+        r"parameter 0\.weight has been replaced since the engine was made",
+    ),
+    "other data": (
+        lambda layer: setattr(layer.weight, "data", torch.ones_like(layer.weight)),
+        r"parameter 0\.weight has been replaced since the engine was made",
+    ),
+    "other numbers": (
+        lambda layer: layer.load_state_dict({name: torch.ones_like(each) for name, each in layer.named_parameters()}),
+        r"parameter 0\.weight has been changed outside of a step",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_that_a_program_changes_is_named(change: str) -> None:
+    """The optimizer would not know, and train something else."""
+    layer = nn.Linear(5, 1)
+    model = megazero.from_sequential(nn.Sequential(layer), squared, input="x")
+    given = {**batch(), "x": batch()["x"].bfloat16()}
+    with megazero.engine(model, run={"precision": "bf16"}) as engine:
+        engine.step(given)
+        assert copy.deepcopy(layer).weight.tolist() == layer.weight.tolist()
+        make, words = CHANGES[change]
+        with torch.no_grad():
+            make(layer)
+        with pytest.raises(ValueError, match=words):
+            engine.step(given)
 
 
 def test_a_parameter_that_its_unit_changes_is_named() -> None:

@@ -30,9 +30,11 @@ class Begin(nn.Module):
 
 
 class Added(nn.Module):
+    """Its layer has two names in it."""
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear = self.same = linear
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + torch.tanh(self.linear(hidden))
