@@ -24,12 +24,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the axes of the grid, which stages share parameters, and how many ranks share out the state of the same
-    parameters.
+    """Sizes of the axes of the grid, and how many ranks share out the state of the same parameters.
 
     shard_size  number of neighbours among the dp x cp ranks of a stage over which model state is sharded; it divides
                 dp x cp. None: all ranks that hold the same parameters, those of a tied embedding's other stage included
-    sharing     the stages that hold the same parameters, in order; None: the first and the last, as of a tied embedding
     """
 
     pp: int = 1
@@ -37,12 +35,11 @@ class Axes:
     cp: int = 1
     tp: int = 1
     shard_size: int | None = None
-    sharing: tuple[int, ...] | None = None
 
     @property
     def tied_stages(self) -> tuple[int, ...]:
-        """The stages that hold the same parameters, in order."""
-        return tuple(sorted({0, self.pp - 1})) if self.sharing is None else self.sharing
+        """The stages that hold the same parameters, in order: of a tied embedding the first and the last."""
+        return tuple(sorted({0, self.pp - 1}))
 
     @property
     def world_size(self) -> int:
@@ -118,6 +115,17 @@ class Axes:
     def _place(self, ranks: tuple[int, ...], at: Coordinates) -> int:
         own = self.rank(at)
         return ranks.index(own if own in ranks else self.rank(replace(at, pp=self.tied_stages[0])))
+
+
+@dataclass(frozen=True)
+class SharingAxes(Axes):
+    """Axes of a grid whose stages share other parameters than a tied embedding. sharing: these stages, in order."""
+
+    sharing: tuple[int, ...] = ()
+
+    @property
+    def tied_stages(self) -> tuple[int, ...]:
+        return self.sharing
 
 
 def axes_of(run: Run, world_size: int) -> Axes:

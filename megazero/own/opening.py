@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 from megazero.config.schema import Run
 from megazero.launch import world_of
+from megazero.mpu.axes import SharingAxes
 from megazero.mpu.grid import ProcessGrid
 from megazero.own.model import Units
 from megazero.own.rank_units import sharing_stages
@@ -87,7 +88,7 @@ def opening_of(
     with ExitStack() as contexts:
         world = world_of(opening.run, environment)
         if sharing := sharing_stages(units, opening.run):
-            world = replace(world, axes=replace(world.axes, sharing=sharing))
+            world = replace(world, axes=SharingAxes(**vars(world.axes), sharing=sharing))
         grid = contexts.enter_context(process_groups(world, meeting, opening.run.parallel))
         files = contexts.enter_context(state_files(opening.run, grid, None, StopSignals()))
         opening.enter(contexts, grid, files)

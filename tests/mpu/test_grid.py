@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.axes import Axes, Coordinates, SharingAxes
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import build_grid, single_process_grid
 from megazero.mpu.parameter import StateGroup
@@ -44,7 +44,7 @@ def test_groups_of_an_axis_partition_the_world():
         assert all(rank in ranks_of(axes.coordinates(rank)) for rank in range(48))
     tied = {axes.tied_ranks(at) for at in everyone}
     assert len(tied) == 4 and all(len(group) == 8 for group in tied)
-    spread = Axes(pp=4, dp=2, sharing=(1, 2))  # as of modules of a user
+    spread = SharingAxes(pp=4, dp=2, sharing=(1, 2))  # as of modules of a user
     assert spread.tied_ranks(Coordinates(3, 1, 0, 0)) == (2, 3, 4, 5)
     assert spread.inner_ranks(StateGroup.TIED, Coordinates(2, 1, 0, 0)) == (2, 3, 4, 5)
     assert Axes(pp=1, dp=3, tp=2).tied_ranks(Coordinates(0, 1, 0, 1)) == (1, 3, 5)
