@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,53 +30,38 @@ TRAVELS = ("tokens", "labels", "loss_mask", "samples", "documents", "positions")
 """The fields of a micro-batch that the loader fills and copies to the device."""
 _Marks = tuple[NDArray | None, NDArray | None, NDArray | None]
 """(loss mask, documents, positions), each [b, s] or None."""
-_Travelling = Callable[[], MicroBatch]
-"""A function that returns a micro-batch whose copies have been started."""
+B = TypeVar("B")
+"""A micro-batch."""
 
 
-class TrainLoader:
-    """Makes this rank's micro-batches of a dataset.
+class Loader(Generic[B]):
+    """Makes this rank's micro-batches ahead of the steps that take them. What a micro-batch is, subclasses say.
 
-    eod_id             the separator, which ends a document
-    eod_mask_loss      the prediction at a separator does not count, as with Megatron's --eod-mask-loss
-    document_mask      number the documents of each sample; a separator belongs to the document that it ends
-    restart_positions  give packed samples the positions of tokens within their documents
-    num_workers        threads that prepare micro-batches ahead; with 0 `micro_batches` prepares them itself
-    device             where micro-batches are copied to, on a stream of their own
-
-    Packed samples have their own loss mask and documents, whatever eod_mask_loss and document_mask are. Raises
-    DataError where these two need an eod_id that is None.
+    samples           number of samples of the whole run
+    micro_batch_size  samples of a micro-batch
+    num_workers       threads that prepare micro-batches ahead; with 0 `micro_batches` prepares them itself
+    device            where micro-batches are copied to, on a stream of their own
     """
 
     def __init__(
         self,
-        dataset: Samples,
+        samples: int,
         *,
         dp_rank: int,
         dp_size: int,
         micro_batch_size: int,
-        seq_length: int,
-        eod_id: int | None = None,
-        eod_mask_loss: bool = False,
-        document_mask: bool = False,
-        restart_positions: bool = False,
         num_workers: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        if eod_id is None and (eod_mask_loss or document_mask):
-            flag = "--eod-mask-loss" if eod_mask_loss else "--document-mask"
-            raise DataError(f"{flag} needs to know the separator: give --eod-id, or a tokenizer that has one")
-        self.dataset, self.seq_length, self.micro_batch_size = dataset, seq_length, micro_batch_size
+        self.samples, self.micro_batch_size = samples, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.eod_id, self.eod_mask_loss, self.document_mask = eod_id, eod_mask_loss, document_mask
-        self.restart_positions = restart_positions
         self.device = torch.device(device)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
-        self._ahead: dict[tuple[int, int], list[Future[MicroBatch]]] = {}
+        self._ahead: dict[tuple[int, int], list[Future[B]]] = {}
         self._copies = SideStreamCopies(self.device)
-        self._travelling: dict[tuple[int, int], list[_Travelling]] = {}
+        self._travelling: dict[tuple[int, int], list[Callable[[], B]]] = {}
 
-    def micro_batches(self, consumed_samples: int, global_batch: int) -> list[MicroBatch]:
+    def micro_batches(self, consumed_samples: int, global_batch: int) -> list[B]:
         """This rank's micro-batches of the global batch that follows `consumed_samples`, on the device, in order.
 
         Raises DataError for samples beyond the dataset's end, or of another length.
@@ -99,7 +85,7 @@ class TrainLoader:
     def prefetch(self, consumed_samples: int, global_batch: int) -> None:
         """Start to prepare a global batch. Samples beyond the dataset's end are an error only in `micro_batches`."""
         key = (consumed_samples, global_batch)
-        if self._threads is None or key in self._ahead or consumed_samples + global_batch > len(self.dataset):
+        if self._threads is None or key in self._ahead or consumed_samples + global_batch > self.samples:
             return
         self._ahead[key] = [self._threads.submit(self._make, numbers) for numbers in self._numbers(*key)]
 
@@ -123,12 +109,67 @@ class TrainLoader:
                 f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {size} x dp {ranks} = "
                 f"{size * ranks}"
             )
-        if consumed < 0 or consumed + global_batch > len(self.dataset):
+        if consumed < 0 or consumed + global_batch > self.samples:
             raise DataError(
-                f"samples {consumed} to {consumed + global_batch - 1} are asked of a dataset of {len(self.dataset)}"
+                f"samples {consumed} to {consumed + global_batch - 1} are asked of a dataset of {self.samples}"
             )
         firsts = range(consumed + self.dp_rank * size, consumed + global_batch, size * ranks)
         return [range(first, first + size) for first in firsts]
+
+    def _make(self, numbers: range) -> B:
+        """A micro-batch of these samples, in host memory. Called by several threads."""
+        raise NotImplementedError
+
+    def _send(self, batch: B) -> Callable[[], B]:
+        """Start to copy a micro-batch to the device. Returns a function that returns the copy."""
+        raise NotImplementedError
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """A tensor whose memory is pinned if it will be copied to a GPU, so that the copy is asynchronous."""
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+
+class TrainLoader(Loader[MicroBatch]):
+    """Makes micro-batches of a dataset of tokens.
+
+    eod_id             the separator, which ends a document
+    eod_mask_loss      the prediction at a separator does not count, as with Megatron's --eod-mask-loss
+    document_mask      number the documents of each sample; a separator belongs to the document that it ends
+    restart_positions  give packed samples the positions of tokens within their documents
+
+    Packed samples have their own loss mask and documents, whatever eod_mask_loss and document_mask are. Raises
+    DataError where these two need an eod_id that is None.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        micro_batch_size: int,
+        seq_length: int,
+        eod_id: int | None = None,
+        eod_mask_loss: bool = False,
+        document_mask: bool = False,
+        restart_positions: bool = False,
+        num_workers: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if eod_id is None and (eod_mask_loss or document_mask):
+            flag = "--eod-mask-loss" if eod_mask_loss else "--document-mask"
+            raise DataError(f"{flag} needs to know the separator: give --eod-id, or a tokenizer that has one")
+        super().__init__(
+            len(dataset),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batch_size=micro_batch_size,
+            num_workers=num_workers,
+            device=device,
+        )
+        self.dataset, self.seq_length = dataset, seq_length
+        self.eod_id, self.eod_mask_loss, self.document_mask = eod_id, eod_mask_loss, document_mask
+        self.restart_positions = restart_positions
 
     def _make(self, numbers: range) -> MicroBatch:
         samples = [self.dataset[number] for number in numbers]
@@ -163,11 +204,9 @@ class TrainLoader:
         )
 
     def _tensor(self, values: NDArray) -> Tensor:
-        """A contiguous tensor, pinned if it will be copied to a GPU, so that the copy is asynchronous."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return self._pinned(torch.from_numpy(np.ascontiguousarray(values)))
 
-    def _send(self, batch: MicroBatch) -> _Travelling:
+    def _send(self, batch: MicroBatch) -> Callable[[], MicroBatch]:
         take = self._copies.start([getattr(batch, name) for name in TRAVELS])
         return lambda: MicroBatch(**dict(zip(TRAVELS, take(), strict=True)))  # type: ignore[arg-type]
 
@@ -184,9 +223,9 @@ def within_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 class Batches:
     """The loaders of this rank. Those of evaluations are keyed by metric: valid_loss, valid_loss/NAME, test_loss."""
 
-    train: TrainLoader
-    valid: Mapping[str, TrainLoader]
-    test: Mapping[str, TrainLoader]
+    train: Loader[Any]
+    valid: Mapping[str, Loader[Any]]
+    test: Mapping[str, Loader[Any]]
 
     def close(self) -> None:
         """Stop the loaders' threads."""

@@ -8,7 +8,7 @@ under sequence parallelism. Each stage reads tokens, labels and masks from its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,30 @@ class StepLists(Protocol):
     def evaluation(self, micro_batches: int) -> Sequence[Instruction]: ...
 
     def settling(self) -> Sequence[Instruction]: ...
+
+
+class StepEngine(Protocol):
+    """What makes the steps of a loop, as `PipelineEngine` does."""
+
+    @property
+    def stages(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def has_loss(self) -> bool: ...
+
+    def train(
+        self,
+        micro_batches: Sequence[Any],
+        loss_factor: Tensor,
+        end: StepEnd | None = None,
+        *,
+        owed: bool = False,
+        early: bool = False,
+    ) -> Tensor: ...
+
+    def settle(self, end: StepEnd) -> None: ...
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor: ...
 
 
 class PipelineEngine:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.model.batch import MicroBatch
 from megazero.pipeline.actions import Gradients, StepEnd
@@ -67,6 +67,11 @@ class GraphedEngine:
         """
         self._batch: MicroBatch | None = None
         self._loss_sum: Tensor | None = None
+
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """See `PipelineEngine`."""
+        return self.engine.stages
 
     @property
     def has_loss(self) -> bool:

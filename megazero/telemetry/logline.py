@@ -18,8 +18,10 @@ class LogColumn:
     width: int
 
 
-def columns(total_iterations: int, fp16: bool) -> tuple[LogColumn, ...]:
-    """The columns of a run's log: 93 to 120 characters in all, gaps included. fp16: with the loss scale."""
+def columns(total_iterations: int, fp16: bool, of_samples: bool = False) -> tuple[LogColumn, ...]:
+    """The columns of a run's log: 93 to 120 characters in all, gaps included. fp16: with the loss scale. of_samples:
+    without FLOPs, and with samples in place of tokens.
+    """
     digits = len(str(total_iterations))
     listed = [
         LogColumn("iteration", max(9, 2 * digits + 1)),
@@ -27,13 +29,14 @@ def columns(total_iterations: int, fp16: bool) -> tuple[LogColumn, ...]:
         LogColumn("grad norm", 9),
         LogColumn("lr", 9),
         LogColumn("loss scale", 10),
-        LogColumn("tokens/s", 8),
+        LogColumn("samples/s", 9) if of_samples else LogColumn("tokens/s", 8),
         LogColumn("TFLOP/s", 7),
         LogColumn("s/step", 7),
         LogColumn("memory", 8),
         LogColumn("left", 12),
     ]
-    return tuple(column for column in listed if fp16 or column.heading != "loss scale")
+    left_out = ("" if fp16 else "loss scale", "TFLOP/s" if of_samples else "")
+    return tuple(column for column in listed if column.heading not in left_out)
 
 
 def header(shown: tuple[LogColumn, ...]) -> str:
@@ -67,6 +70,7 @@ def line(record: StepRecord, total_iterations: int, shown: tuple[LogColumn, ...]
         "lr": f"{record.lr:.3e}",
         "loss scale": f"{record.loss_scale:.5g}",
         "tokens/s": count(record.tokens_per_second),
+        "samples/s": count(record.tokens_per_second),
         "TFLOP/s": _teraflops(record.model_tflops_per_rank),
         "s/step": f"{record.step_seconds:.3f}" if record.step_seconds < 1000 else f"{record.step_seconds:.0f}",
         "memory": size(record.peak_memory_bytes),
@@ -96,9 +100,10 @@ class LogLines:
         header_every: int = 40,
         stream: TextIO | None = None,
         seconds_to_deadline: float | None = None,
+        of_samples: bool = False,
     ) -> None:
         self._total = total_iterations
-        self._columns = columns(total_iterations, fp16)
+        self._columns = columns(total_iterations, fp16, of_samples)
         self._interval = max(1, interval)
         self._header_every = header_every
         self._stream = stream

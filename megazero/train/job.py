@@ -28,7 +28,7 @@ from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.checked import resolved_on_all_ranks
-from megazero.train.logs import Callbacks, CallbackSink, sinks_of, step_log
+from megazero.train.logs import Callbacks, CallbackSink, run_rates, sinks_of, step_log
 from megazero.train.prepare import Prepared, validation_samples
 from megazero.train.report import announce_kernels, introduce, report, sample_text
 from megazero.train.resume import StartPoint, resume, stored_probe
@@ -209,7 +209,7 @@ def begin_log(
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     traced = trace_of_run(steps, grid)
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
-    log = step_log(run, grid, sinks if program is None else [*sinks, program])
+    log = step_log(run, grid, sinks if program is None else [*sinks, program], run_rates(run, grid))
     if traced is not None:
         log.note(traced)
     return log

@@ -42,11 +42,15 @@ def as_config_error(flag: str) -> Iterator[None]:
         raise ConfigError([f"{flag}: {error}"]) from error
 
 
-def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
-    """The log of a run's steps, which writes to these sinks. All ranks make one; its peak memory is an all-reduce."""
+def run_rates(run: Run, grid: ProcessGrid) -> Rates:
+    """What a run's seconds become rates by."""
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
     again = recomputed_flops(run.model, 1, recompute_table(run, grid.axes, grid.device.type))
-    rates = Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(again))
+    return Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(again))
+
+
+def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink], rates: Rates) -> StepLog:
+    """The log of a run's steps, which writes to these sinks. All ranks make one; its peak memory is an all-reduce."""
 
     def peak_memory() -> int:
         most = torch.tensor([devices.peak_memory_bytes(grid.device)], dtype=torch.float64, device=grid.device)
@@ -56,12 +60,16 @@ def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     return StepLog(sinks, rates, peak_memory, run.trainer.log_interval)
 
 
-def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fence | None) -> list[Sink]:
+def sinks_of(
+    run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fence | None, *, of_samples: bool = False
+) -> list[Sink]:
     """The sinks of rank 0; the other ranks have none. A collective of all ranks, which fail together.
+
+    of_samples: whether log lines say samples where they say tokens else, and no FLOPs, of which nobody knows
 
     Raises ConfigError if an output cannot be opened.
     """
-    lines, opened = _log_lines(run), list[Sink]()
+    lines, opened = _log_lines(run, of_samples), list[Sink]()
     opening = SinkContext(run, position.iteration + 1, fence.check if fence else None, lines.note)
     places = named_places(run)
     if places:
@@ -72,7 +80,7 @@ def sinks_of(run: Run, grid: ProcessGrid, position: TrainingPosition, fence: Fen
     return [*opened, lines] if grid.rank == 0 else []
 
 
-def _log_lines(run: Run) -> LogLines:
+def _log_lines(run: Run, of_samples: bool) -> LogLines:
     total = StepPlan(run.schedule).total_iterations
     assert total is not None
     minutes = run.trainer.exit_duration_in_mins
@@ -81,6 +89,7 @@ def _log_lines(run: Run) -> LogLines:
         fp16=run.optimizer.precision == "fp16",
         interval=run.trainer.log_interval,
         seconds_to_deadline=None if minutes is None else 60 * minutes,
+        of_samples=of_samples,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +13,13 @@ from torch import Tensor
 from megazero.config.derive import updates_early
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.data.loader import Batches, TrainLoader
-from megazero.model.batch import MicroBatch
+from megazero.data.loader import Batches, Loader
 from megazero.mpu import collectives
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import ProcessGrid, uncounted
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import compiled_ops
-from megazero.pipeline.engine import PipelineEngine
-from megazero.pipeline.graphs import GraphedEngine
+from megazero.pipeline.engine import PipelineEngine, StepEngine
 from megazero.telemetry.record import FINISHED, Ending
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive, started_by_torchrun
@@ -46,7 +45,7 @@ class Trainer:
 
     run: Run
     grid: ProcessGrid
-    engine: PipelineEngine | GraphedEngine
+    engine: StepEngine
     state: TrainState
     batches: Batches
     log: StepLog
@@ -140,7 +139,7 @@ class Trainer:
         now = self.plan.after(self.position.iteration, self.position.consumed_samples)
         size = now.global_batch_size
         # Not tokens: how many of these count is known on all ranks only behind the packed all-reduce.
-        positions = size * self.run.model.seq_length
+        positions = size * self.positions_of_sample
         batches = self.batches.train.micro_batches(now.consumed_before, size)
         if not self.plan.finished(now.iteration, now.consumed_samples):
             self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
@@ -234,12 +233,12 @@ class Trainer:
         if fp8.knows_scales != knew and self.run.parallel.compile and isinstance(self.engine, PipelineEngine):
             self.engine.cool()
 
-    def warm_up(self, batches: Sequence[MicroBatch], loss_factor: Tensor) -> float:
+    def warm_up(self, batches: Sequence[Any], loss_factor: Tensor) -> float:
         """Run the step without messages first, if the engine needs that (`PipelineEngine.warm_up`); return the seconds.
 
         It leaves no trace: gradients are forgotten, FP8 begins its step anew, the bytes are not counted as traffic.
         """
-        if isinstance(self.engine, GraphedEngine) or self.engine.is_warm[True]:
+        if not isinstance(self.engine, PipelineEngine) or self.engine.is_warm[True]:
             return 0.0
         began, grid = time.perf_counter(), self.grid
         self.state.model.owed.settle()
@@ -262,7 +261,12 @@ class Trainer:
         """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world."""
         return collectives.sums(values, self.grid.world, self.grid.device)
 
-    def count(self, batches: list[MicroBatch]) -> Tensor | float:
+    @property
+    def positions_of_sample(self) -> int:
+        """By how many tokens a sample counts, whether a loss mask leaves them out or not."""
+        return self.run.model.seq_length
+
+    def count(self, batches: list[Any]) -> Tensor | float:
         """The number of unmasked tokens of these micro-batches; 0 on ranks that do not report the loss."""
         if not self.reports_loss:
             return 0.0
@@ -288,8 +292,7 @@ class Trainer:
         size = self.run.schedule.global_batch_size
         batches = self.batches.train.micro_batches(self.position.consumed_samples - size, size)
         self.log.flush()
-        engine = self.engine if isinstance(self.engine, PipelineEngine) else self.engine.engine
-        parts = self.run, self.grid, self.state, self.skipped, engine.stages
+        parts = self.run, self.grid, self.state, self.skipped, self.engine.stages
         return ConfigError([standstill_text(*parts, lambda: self.engine.evaluate(batches))])
 
     def is_at(self, interval: int | None) -> bool:
@@ -393,7 +396,7 @@ class Trainer:
         """
         return self._evaluate(self.batches.valid, self.run.trainer.eval_iters)
 
-    def _evaluate(self, sets: Mapping[str, TrainLoader], iterations: int) -> dict[str, float]:
+    def _evaluate(self, sets: Mapping[str, Loader[Any]], iterations: int) -> dict[str, float]:
         size = self.run.schedule.global_batch_size
         losses = {}
         for name, loader in sets.items():
@@ -406,7 +409,7 @@ class Trainer:
         self.log.evaluation(self.position.iteration, losses)
         return losses
 
-    def loss_of(self, batches: list[MicroBatch]) -> Tensor | float:
+    def loss_of(self, batches: list[Any]) -> Tensor | float:
         """The summed loss of these micro-batches without gradients; 0 on ranks that do not report the loss."""
         loss = self.engine.evaluate(batches)
         return loss if self.reports_loss else 0.0

@@ -11,7 +11,7 @@ from megazero.config.parse import parse_run
 from megazero.mpu.grid import single_process_grid
 from megazero.telemetry.logline import LogLines
 from megazero.telemetry.record import StepRecord
-from megazero.train.logs import sinks_of, step_log
+from megazero.train.logs import run_rates, sinks_of, step_log
 from megazero.train.state import TrainingPosition
 from tests.telemetry.test_steplog import step
 
@@ -32,7 +32,7 @@ def test_a_step_is_in_the_metrics_before_its_line_is_shown(tmp_path: Path, monke
         parse_run(["--metrics-file", str(metrics), "--vocab-size", "99", "--train-iters", "3"], 1),
         single_process_grid(),
     )
-    log = step_log(run, grid, sinks_of(run, grid, TrainingPosition(), None))
+    log = step_log(run, grid, sinks_of(run, grid, TrainingPosition(), None), run_rates(run, grid))
     for iteration in (1, 2):
         log.step(step(iteration))
     log.close()
