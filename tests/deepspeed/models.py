@@ -186,29 +186,52 @@ Trained = tuple[list[float], list[float], float, dict[str, Tensor]]
 """Mean losses and norms of steps, the loss of an evaluation behind them, and the weights."""
 
 
+class Plain:
+    """An engine of plain torch. micro_batches: of a step."""
+
+    def __init__(self, module: nn.Module, micro_batches: int = 1) -> None:
+        self.module, self.micro_batches, self._made = module, micro_batches, 0
+        options: dict[str, Any] = OPTIMIZER["params"]  # type: ignore[assignment]
+        self.optimizer = torch.optim.AdamW(module.parameters(), **options)
+        self.norms = list[float]()
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        made: Tensor = self.module(*given)
+        return made
+
+    def backward(self, loss: Tensor) -> None:
+        if self._made % self.micro_batches == 0:
+            self.optimizer.zero_grad()
+        (loss / self.micro_batches).backward()
+        self._made += 1
+
+    def step(self) -> None:
+        if self._made % self.micro_batches:
+            return
+        for parameter in self.module.parameters():  # as a model state counts what no gradient has reached
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)))
+        self.optimizer.step()
+
+    def one_step(self, case: Case, step: int) -> float:
+        """Make all micro-batches of a step. Returns their mean loss."""
+        total = 0.0
+        for number in range(self.micro_batches):
+            loss = self(*case.micro_batch(step, number))
+            self.backward(loss)
+            self.step()
+            total += loss.item() / self.micro_batches
+        return total
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in self.module.state_dict().items()}
+
+
 def plainly_trained(case: Case, steps: int = STEPS) -> Trained:
     """By plain torch."""
-    module, losses, norms = case.built(), list[float](), list[float]()
-    options: dict[str, Any] = OPTIMIZER["params"]  # type: ignore[assignment]
-    optimizer = torch.optim.AdamW(module.parameters(), **options)
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for number in range(MICRO_BATCHES):
-            loss = module(*case.micro_batch(step, number)) / MICRO_BATCHES
-            loss.backward()
-            total += loss.item()
-        without_gradients_zero(module)
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(total)
+    plain = Plain(case.built(), MICRO_BATCHES)
+    losses = [plain.one_step(case, step) for step in range(steps)]
     with torch.no_grad():
-        evaluated = float(module.eval()(*case.micro_batch(99, 0)))
-    return losses, norms, evaluated, {name: value.detach() for name, value in module.state_dict().items()}
-
-
-def without_gradients_zero(module: nn.Module) -> None:
-    """Give trained parameters that no gradient has reached zeros, as a model state counts them."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        evaluated = float(plain.module.eval()(*case.micro_batch(99, 0)))
+    return losses, plain.norms, evaluated, plain.module_state_dict()

@@ -10,38 +10,12 @@ from torch import Tensor, nn
 
 from megazero import deepspeed
 from megazero.deepspeed.rates import rates_of
-from tests.deepspeed.models import CASES, CLIP, OPTIMIZER, SAMPLES
+from tests.deepspeed.models import CASES, CLIP, OPTIMIZER, SAMPLES, Plain
 from tests.ranks import run_ranks
 
 EXACT = 1e-9
 CASE = CASES["skips"]
 CONFIG = {"train_micro_batch_size_per_gpu": SAMPLES, "optimizer": OPTIMIZER, "gradient_clipping": CLIP}
-
-
-class Plain:
-    """An engine of plain torch, of one micro-batch a step."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        options: dict[str, Any] = OPTIMIZER["params"]  # type: ignore[assignment]
-        self.optimizer = torch.optim.AdamW(module.parameters(), **options)
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        made: Tensor = self.module(*given)
-        return made
-
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-
-    def step(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
-        self.optimizer.step()
-
-    def module_state_dict(self) -> dict[str, Tensor]:
-        return dict(self.module.state_dict())
 
 
 def penalised(engine: Any, step: int, kept: list[nn.Parameter]) -> None:

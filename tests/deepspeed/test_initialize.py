@@ -21,9 +21,9 @@ from tests.deepspeed.models import (
     SAMPLES,
     STEPS,
     Case,
+    Plain,
     Trained,
     plainly_trained,
-    without_gradients_zero,
 )
 from tests.ranks import run_ranks
 
@@ -150,19 +150,12 @@ def warmed(step: int) -> float:
 
 def scheduled(case: Case, steps: int) -> dict[str, torch.Tensor]:
     """The weights by plain torch, with the same schedule."""
-    module = case.built()
-    options: Any = OPTIMIZER["params"]
-    optimizer = torch.optim.AdamW(module.parameters(), **options)
-    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
+    plain = Plain(case.built(), MICRO_BATCHES)
+    rates = torch.optim.lr_scheduler.LambdaLR(plain.optimizer, warmed)
     for step in range(steps):
-        optimizer.zero_grad()
-        for number in range(MICRO_BATCHES):
-            (module(*case.micro_batch(step, number)) / MICRO_BATCHES).backward()
-        without_gradients_zero(module)
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-        optimizer.step()
+        plain.one_step(case, step)
         rates.step()
-    return dict(module.state_dict())
+    return plain.module_state_dict()
 
 
 def test_a_checkpoint_is_loaded_before_the_first_forward_on_any_layout(tmp_path: Path) -> None:
