@@ -161,10 +161,14 @@ def shards_parameters(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
     return parallel.zero_stage == 3 or (parallel.zero_stage > 0 and bool(offload.offload_params))
 
 
+def brings_parameters(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
+    """Whether a unit's parameters are there for its computations alone: sharded, or not on the device."""
+    return shards_parameters(parallel, offload) or bool(offload.offload_params)
+
+
 def gathers_parameters(run: Run) -> bool:
-    """Whether some parameters are there for each use only: sharded, not on the device, or frozen as codes."""
-    brought = shards_parameters(run.parallel, run.offload) or bool(run.offload.offload_params)
-    return brought or run.lora.lora_base_bits is not None
+    """Whether some parameters are there for each use only: brought for it, or frozen as codes."""
+    return brings_parameters(run.parallel, run.offload) or run.lora.lora_base_bits is not None
 
 
 def max_positions(model: ModelConfig) -> int:

@@ -16,10 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, found_by_rank_0
 from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
 from megazero.deepspeed.rates import OneGroup
+from megazero.mpu.meeting import Environment
 from megazero.own.called_units import RecordedForward, called_units, recorded_forward, unit_modules
 from megazero.own.engine_state import StepResult
 from megazero.own.hooked_engine import HookedEngine
 from megazero.own.opening import Opening, made_with
+from megazero.own.refusals import require_json
 from megazero.system.unfinished import replaced_when_whole
 
 LATEST = "latest"
@@ -50,8 +52,8 @@ class DeepSpeedEngine(nn.Module):
         self.module, self.lr_scheduler, self.optimizer = module, lr_scheduler, group.optimizer
         self._opening, self._sizes, self._group, self._says_every = opening, sizes, group, says_every
         self._engine: HookedEngine | None = None
-        self._found: tuple[FoundCheckpoint, bool] | None = None
-        """A checkpoint that the engine begins with, and whether it takes the weights alone."""
+        self._begins_with: tuple[FoundCheckpoint, bool] | None = None
+        """A checkpoint, and whether the engine takes its weights alone."""
         self._result: StepResult | None = None
 
     # --- a step ----------------------------------------------------------------------------------------------------
@@ -107,9 +109,9 @@ class DeepSpeedEngine(nn.Module):
         micro_batches = self._sizes[1]
         engine = made_with(self._opening, lambda opening: HookedEngine(self.module, micro_batches, units, opening))
         self._group.hold(self.module.parameters())
-        if self._found is not None:
-            checkpoint, weights_only = self._found
-            engine.load(checkpoint.path, weights_only=weights_only)
+        if self._begins_with is not None:
+            checkpoint, weights_only = self._begins_with
+            engine.load_found(checkpoint, weights_only=weights_only)
         return engine
 
     def _needed(self, what: str) -> HookedEngine:
@@ -129,7 +131,10 @@ class DeepSpeedEngine(nn.Module):
     def global_steps(self) -> int:
         if self._engine is not None:
             return self._engine.steps
-        return 0 if self._found is None or self._found[1] else int(self._found[0].progress["steps"])
+        if self._begins_with is None:
+            return 0
+        checkpoint, weights_only = self._begins_with
+        return 0 if weights_only else int(checkpoint.progress["steps"])
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +151,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def local_rank(self) -> int:
         """The number of this rank on its node."""
-        return int(os.environ.get("LOCAL_RANK", 0))
+        return Environment.read().local_rank
 
     def train_batch_size(self) -> int:
         """Samples of a step on all ranks."""
@@ -205,11 +210,8 @@ class DeepSpeedEngine(nn.Module):
         engine = self._needed("save_checkpoint")
         name = f"global_step{engine.steps}" if tag is None else str(tag)
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        for words, given in (("client_state", dict(client_state or {})), ("the state of lr_scheduler", schedule)):
-            try:
-                json.dumps(given)
-            except (TypeError, ValueError) as error:
-                raise TypeError(f"{words} holds what JSON does not hold: {error}") from error
+        require_json("client_state", dict(client_state or {}))
+        require_json("the state of lr_scheduler", schedule)
         about = {"client_state": dict(client_state or {}), "lr_scheduler": schedule, "lr": self._group.lr}
         folder = Path(save_dir)
         engine.save(folder / name, about)
@@ -233,7 +235,8 @@ class DeepSpeedEngine(nn.Module):
         """Go on from a checkpoint of megazero's, of any layout. Returns its folder and what was handed to the save;
         (None, {}) if there is none. Before the first forward it is found, and read in that.
 
-        tag  None: the one that the file `latest` names
+        tag  None: the one that the file `latest` names; without this file the newest of `load_dir`, so that a folder of
+             `megazero.engine` opens, too
 
         A collective of all ranks.
         """
@@ -241,15 +244,15 @@ class DeepSpeedEngine(nn.Module):
         # rank 0 alone has written the name, which may be on its disk alone
         name = found_by_rank_0(grid.world, grid.device, lambda: _latest(above)) if tag is None else str(tag)
         folder = above / name
-        found = find_on_all_ranks(folder, grid)
-        if found is None:
+        checkpoint = find_on_all_ranks(folder, grid)
+        if checkpoint is None:
             return None, {}
         weights_only = load_module_only or not load_optimizer_states
-        about = found.progress["about"]
+        about = checkpoint.progress["about"]
         if self._engine is None:
-            self._found = found, weights_only
+            self._begins_with = checkpoint, weights_only
         else:
-            self._engine.load(found.path, weights_only=weights_only)
+            self._engine.load_found(checkpoint, weights_only=weights_only)
         if not load_module_only:
             if load_lr_scheduler_states and self.lr_scheduler is not None and about["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(about["lr_scheduler"])
@@ -276,7 +279,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 def _latest(folder: Path) -> str:
-    """The name in the file `latest`; "." where there is none."""
+    """The name in the file `latest`; where there is none ".", the folder itself."""
     try:
         return (folder / LATEST).read_text().strip()
     except FileNotFoundError:

@@ -134,6 +134,9 @@ class Parameter(nn.Parameter):
         parameter.gradient_target = None
         return parameter
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.detach()!r}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain one, with the same values."""
         if id(self) not in memo:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megazero.own.model import Unit, Units
-from megazero.own.stage import NO_USE, kept_generators, name_of_function
+from megazero.own.stage import kept_generators
+from megazero.own.taken_tensors import NO_USE, name_of_function
 
 META = torch.device("meta")
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -65,12 +65,12 @@ class LookedAt:
 def looked_at(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
     """Look at a model. Raises ValueError with what it does that units cannot do."""
     try:
-        return _found(model, layers, embedding)
+        return _look(model, layers, embedding)
     except _Different as error:
         raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
 
 
-def _found(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
+def _look(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
     why = dict[str, Exception]()
     for returns_tuple in (False, True):
         try:

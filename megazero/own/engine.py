@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megazero.mpu.bundle import MessageSpec
@@ -23,7 +22,8 @@ from megazero.own.refusals import (
     micro_batches,
     require_same_batches,
 )
-from megazero.own.stage import OwnBatch, boundaries, shapes_of
+from megazero.own.shaped_engine import ShapedEngine
+from megazero.own.stage import OwnBatch, boundaries
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.pipeline.engine import PipelineEngine
 from megazero.zero.actions import UpdateValues
@@ -44,8 +44,7 @@ class Engine(EngineState):
     def __init__(self, model: Model, opening: Opening) -> None:
         super().__init__(model, opening)
         self._called = model.called_units
-        self._engines: dict[Any, PipelineEngine] = {}
-        """By the shapes of micro-batches."""
+        self.steps_engine = ShapedEngine(self.stages, self._made_for, self._forget_gradients)
 
     def step(self, batches: GivenBatches, lr: float | None = None) -> StepResult:
         """Make one optimizer step.
@@ -56,52 +55,47 @@ class Engine(EngineState):
 
         A collective of all ranks. Raises ValueError with a unit's name for what the unit returns.
         """
-        self._trained.require_as_before()
+        self.require_as_before()
         self.lr = self.lr if lr is None else learning_rate(lr)
-        taken = self._taken(batches)
-        engine = self._engine(taken[0])
-        for stage in self.stages:
-            stage.counted.zero_()
-        reports = engine.has_loss
-        end = self._begin_step(self.stages[-1].counted if reports else 0.0, reports=reports)
+        taken, engine = self._taken(batches), self.steps_engine
+        engine.warm_up(taken, self.scaler.scale)
+        end = self._begin_step(engine.counted, reports=engine.has_loss)
         engine.train(taken, end.scale, end, owed=end.values is not None)
         return self._end_step(end)
 
-    @torch.no_grad()
     def evaluate(self, batches: GivenBatches) -> Tensor:
         """The mean loss of micro-batches, as of `step`, with the modules in evaluation mode. A collective of all
         ranks.
         """
-        taken = self._taken(batches)
-        engine = self._engine(taken[0])
-        for stage in self.stages:
-            stage.counted.zero_()
+        taken, engine = self._taken(batches), self.steps_engine
         loss = engine.evaluate(taken)
-        reports = engine.has_loss
-        total, number = self._reduce(loss if reports else 0.0, self.stages[-1].counted if reports else 0.0)
+        total, number = self._reduce(loss if engine.has_loss else 0.0, engine.counted)
         return total / number
 
     def _settle(self, values: UpdateValues) -> None:
-        next(iter(self._engines.values())).settle(OwedStepEnd(self.optimizer, values))
+        self.steps_engine.settle(OwedStepEnd(self.optimizer, values))
 
     def _taken(self, batches: GivenBatches) -> list[OwnBatch]:
         """This rank's micro-batches on the device, for which the ranks have compared what each was given."""
         taken = micro_batches(batches, self.grid.device)
         require_same_batches(taken, self.grid)
-        when, first = f"{self.run.data.seed} {self.steps}", self.data_rank * len(taken)
+        when, first = self.words_of_step(), self.data_rank * len(taken)
         return [replace(batch, draws=f"{when} {number}") for number, batch in enumerate(taken, first)]
 
-    def _engine(self, batch: OwnBatch) -> PipelineEngine:
-        """The engine for micro-batches of these shapes."""
-        shapes = shapes_of(batch.tensors)
-        if shapes not in self._engines:
-            messages: tuple[MessageSpec, ...] = ()
-            if len(self._placed.chunks) > 1:
-                messages = boundaries(self._called, self._placed.chunks, batch.tensors, self.dtype)
-            self._engines[shapes] = PipelineEngine(
-                self.stages, self.grid, self._lists, messages, self._channels, self.state.actions
-            )
-        return self._engines[shapes]
+    def words_of_step(self) -> str:
+        """Words for the step under way, beside which micro-batches have numbers: what units draw depends on them."""
+        return f"{self.run.data.seed} {self.steps}"
+
+    def _made_for(self, batch: OwnBatch) -> PipelineEngine:
+        """The engine for micro-batches of the shapes of this one."""
+        messages: tuple[MessageSpec, ...] = ()
+        if len(self._placed.chunks) > 1:
+            messages = boundaries(self._called, self._placed.chunks, batch.tensors, self.dtype)
+        return PipelineEngine(self.stages, self.grid, self._lists, messages, self._channels, self.state.actions)
+
+    def _forget_gradients(self) -> None:
+        self.state.reducer.discard()
+        self.state.mover.discard()
 
 
 def engine(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, raise_on_all_ranks
+from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
+from megazero.config.derive import brings_parameters
 from megazero.config.dtypes import compute_dtype
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.mpu import collectives
@@ -21,10 +22,10 @@ from megazero.mpu.parameter import spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import Unit, Units
 from megazero.own.opening import Opening
-from megazero.own.rank_units import PlacedModel, brings_parameters, place_model, structure_digest, values_digest
-from megazero.own.refusals import TrainedParameters, require_alike
-from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
-from megazero.own.stage import buffer_dtype
+from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
+from megazero.own.refusals import TrainedParameters, require_alike, require_json
+from megazero.own.saved import OwnCheckpoints, ParameterShape, kept_in, require_names, require_same_optimizer
+from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import step_lists
 from megazero.pipeline.stage_specs import chunks_of
@@ -80,10 +81,10 @@ class EngineState:
         self.scaler = LossScaler(run.optimizer, grid.device)
         self._fill(placed.values)
         self.steps = 0
-        self._checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
+        self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         self._lists = step_lists(run, grid.at.pp, self.state.shape)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
-        masters = self.dtype.itemsize <= 2 or brings_parameters(run)
+        masters = self.dtype.itemsize <= 2 or brings_parameters(run.parallel, run.offload)
         self._trained = TrainedParameters(self._units(), unused=model.unused, masters=masters)
         opening.leave_first()
 
@@ -103,6 +104,11 @@ class EngineState:
         self.optimizer.after_load(FILLED)
         self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
         values.forget()
+
+    @property
+    def inventory(self) -> Sequence[Sequence[ParameterShape]]:
+        """The parameters of each unit of the model, wherever they are."""
+        return self._placed.inventory
 
     def _units(self) -> list[Unit]:
         """This rank's, in forward order of its chunks."""
@@ -131,13 +137,23 @@ class EngineState:
 
     def _end_step(self, end: TrainingStepEnd) -> StepResult:
         """Count a step whose list is over."""
-        self._trained.require_reached()
         if self.run.parallel.late_update and end.values is not None:
             self.state.owed.leave(end.values, self._settle)
         self.optimizer.end_step(end.bad)
         self.scaler.update(end.bad)
-        self.steps += 1
+        self.count_step(self.lr)
         return StepResult(end.loss_sum / end.all_tokens, end.grad_norm, end.bad)
+
+    def require_as_before(self) -> None:
+        """Raise ValueError if the program has changed parameters behind the engine's back. Called before each step."""
+        self._trained.require_as_before()
+
+    def count_step(self, lr: float) -> None:
+        """Count a step that was made with this learning rate. Raises ValueError behind the first one if a parameter had
+        no gradient in it.
+        """
+        self._trained.require_reached()
+        self.steps, self.lr = self.steps + 1, lr
 
     def _settle(self, values: UpdateValues) -> None:
         """Make the updates that the last step has left."""
@@ -215,19 +231,22 @@ class EngineState:
 
         A collective of all ranks, of which one file system or several have the folder. Raises as a save of a run does.
         """
-        try:
-            json.dumps(dict(about or {}))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"about holds what JSON does not hold: {error}") from error
-        progress = {
+        require_json("about", dict(about or {}))
+        return self.checkpoints.save(os.fspath(folder), self.steps, self.progress(dict(about or {})))
+
+    def progress(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint has beside tensors; what is not trained is kept for it. A collective of all ranks, called
+        before each save.
+        """
+        self.checkpoints.hold(dict(self._collected(_is_untrained)))
+        return {
             "steps": self.steps,
             "lr": self.lr,
             "optimizer_steps": float(self.optimizer.step_count.item()),
             "loss_scale": self.scaler.state_dict(),
             "optimizer_keeps": [*self._kept],
-            "about": dict(about or {}),
+            "about": dict(about),
         }
-        return self._checkpoints.save(os.fspath(folder), self.steps, progress, dict(self._collected(_is_untrained)))
 
     def load(self, folder: str | os.PathLike[str], *, weights_only: bool = False) -> dict[str, Any] | None:
         """Go on from the newest complete checkpoint in a folder, of any layout and precision, or from the one that the
@@ -238,20 +257,24 @@ class EngineState:
         A collective of all ranks. Raises Damaged, or ValueError with the names that the model or the optimizer does not
         share.
         """
-        found = self._checkpoints.find(os.fspath(folder))
-        if found is None:
+        checkpoint = find_on_all_ranks(Path(folder), self.grid)
+        if checkpoint is None:
             return None
-        progress = found.progress
+        self.load_found(checkpoint, weights_only=weights_only)
+        about: dict[str, Any] = checkpoint.progress["about"]
+        return about
+
+    def load_found(self, checkpoint: FoundCheckpoint, *, weights_only: bool) -> None:
+        """Go on from a checkpoint that all ranks have found. Otherwise as `load`."""
         if not weights_only:
-            require_same_optimizer(kept_in(found), self._kept)
-        self._put_untrained(self._checkpoints.load(found, weights_only=weights_only))
-        about: dict[str, Any] = progress["about"]
+            require_same_optimizer(kept_in(checkpoint), self._kept)
+        self._put_untrained(self.checkpoints.load(checkpoint, weights_only=weights_only))
         if weights_only:
-            return about
+            return
+        progress = checkpoint.progress
         self.steps, self.lr = int(progress["steps"]), float(progress["lr"])
         self.optimizer.step_count.fill_(progress["optimizer_steps"])
         self.scaler.load_state_dict(progress["loss_scale"])
-        return about
 
     @torch.no_grad()
     def _put_untrained(self, read: Mapping[str, Tensor]) -> None:

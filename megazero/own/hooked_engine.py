@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.config.derive import brings_parameters
 from megazero.own.called_units import OutsideUnit, reconnect, tensors_in
 from megazero.own.engine_state import EngineState, StepResult
 from megazero.own.hooked_run import HookedRun, OtherOrder
 from megazero.own.model import Units
 from megazero.own.opening import Opening
-from megazero.own.rank_units import brings_parameters
 from megazero.own.stage import buffers_by_words, parameters_by_words, require_same_versions, versions_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.program.instruction import Op
@@ -48,7 +48,7 @@ class HookedEngine(EngineState):
         self._waits_for_backward = self._in_backward = self._is_broken = False
         self._taken = 0
         """The gradients that had been taken behind the last backward of this engine."""
-        self._brings = brings_parameters(self.run)
+        self._brings = brings_parameters(self.run.parallel, self.run.offload)
         """Whether a unit's parameters are there for its computations alone."""
         self._calls = dict[nn.Module, list[int]]()
         """The numbers of a module's units: one for each of its calls in a forward."""
@@ -78,7 +78,7 @@ class HookedEngine(EngineState):
         self._require_whole()
         if self._pass is None:
             self.forget_gradients()
-            self._trained.require_as_before()
+            self.require_as_before()
             self._end = self._begin_step(float(self.micro_batches), reports=True)
             owed = self._end.values is not None
             self._pass = HookedRun(self._parts, self.micro_batches, self._end, trains=True)

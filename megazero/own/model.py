@@ -31,25 +31,25 @@ class Units:
     units        the modules with their names
     unused       whether a step may bring no gradient to a trained parameter
     names        from the number of a parameter (`id`) to its name, which is that in the first unit that has it
-    first_units  the first unit that has a parameter and can make its value, by the parameter's name
+    value_units  by the name of a parameter, the first unit that has it and can make its value
     is_taken     whether an engine has it
     """
 
     def __init__(self, units: Iterable[Unit], *, unused: bool) -> None:
         self.units, self.unused, self.is_taken = tuple(units), unused, False
-        self.names, self.first_units = dict[int, str](), dict[str, Unit]()
+        self.names, self.value_units, first_units = dict[int, str](), dict[str, Unit](), dict[str, Unit]()
         for unit in self.units:
             for own, parameter in unit.module.named_parameters():
                 name = f"{unit.prefix}{own}"
                 if isinstance(parameter, UninitializedParameter):
                     raise ValueError(f"parameter {name} has no shape yet: call its module once before")
                 if id(parameter) not in self.names:
-                    if (other := self.first_units.get(name)) is not None:
+                    if (other := first_units.get(name)) is not None:
                         raise ValueError(f"units {other.name!r} and {unit.name!r} both have a parameter {name}")
-                    self.first_units[name] = unit
-                    self.names[id(parameter)] = name
-                elif not self.first_units[self.names[id(parameter)]].makes_values:
-                    self.first_units[self.names[id(parameter)]] = unit
+                    first_units[name], self.names[id(parameter)] = unit, name
+                known = self.names[id(parameter)]
+                if known not in self.value_units or not self.value_units[known].makes_values:
+                    self.value_units[known] = unit
 
     @property
     def dtypes(self) -> set[torch.dtype]:

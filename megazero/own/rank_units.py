@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megazero.config.derive import shards_parameters
+from megazero.config.derive import brings_parameters
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -18,7 +18,8 @@ from megazero.mpu.parameter import Parameter
 from megazero.own.model import Unit, Units
 from megazero.own.saved import ParameterShape
 from megazero.own.settings import chunk_units
-from megazero.own.stage import BroughtParameter, OwnStage, forget_values, take_buffers, take_parameters
+from megazero.own.stage import OwnStage
+from megazero.own.taken_tensors import BroughtParameter, forget_values, take_buffers, take_parameters
 from megazero.own.values import InitialValues
 from megazero.pipeline.stage_specs import chunks_of
 
@@ -60,7 +61,7 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
     values, made, dtype = InitialValues(), dict[str, Parameter](), compute_dtype(run.optimizer.precision)
     for number in here:
         values.add(model.units[number], model)
-    kind = BroughtParameter if brings_parameters(run) else Parameter
+    kind = BroughtParameter if brings_parameters(run.parallel, run.offload) else Parameter
     specs = {each.name: each.spec for number in here for each in inventory[number]}
     for number in here:
         values.fill_buffers(model.units[number])
@@ -98,11 +99,6 @@ def _untrainable(model: Units) -> Iterator[str]:
         for name, module in unit.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 yield f"module {unit.prefix}{name} has sparse=True: gradients are added in one piece, and are dense"
-
-
-def brings_parameters(run: Run) -> bool:
-    """Whether a unit's parameters are there for its computations alone."""
-    return shards_parameters(run.parallel, run.offload) or bool(run.offload.offload_params)
 
 
 def chunks_of_units(model: Units, run: Run) -> tuple[range, ...]:

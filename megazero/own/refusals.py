@@ -1,9 +1,10 @@
-"""What an engine refuses: of its ranks that they differ, of a program what it hands over, of parameters that training
-does not reach them.
+"""What an engine refuses: of its ranks that they differ, of a program what it hands over, and parameters that
+training does not reach.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,14 @@ def learning_rate(lr: float) -> float:
     if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 <= lr < math.inf:
         raise ValueError(f"lr is {lr!r}: a number from 0 on is needed")
     return float(lr)
+
+
+def require_json(words: str, value: Any) -> None:
+    """Raise TypeError if JSON does not hold a value. words: what it is."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{words} holds what JSON does not hold: {error}") from error
 
 
 def micro_batches(batches: GivenBatches, device: torch.device) -> list[OwnBatch]:
@@ -95,8 +104,7 @@ class TrainedParameters:
         named = {spec_of(each).name: each for each in every}
         self._is_trained = {name: each.requires_grad for name, each in named.items()}
         self._named = named
-        with torch._C.DisableTorchFunctionSubclass():  # some are away
-            self._places = {name: parameter.detach() for name, parameter in named.items()}
+        self._memory = {name: parameter.untyped_storage() for name, parameter in named.items()}
         self._versions = {name: parameter._version for name, parameter in named.items()}
         self._unreached = set() if unused else {name for name, is_trained in self._is_trained.items() if is_trained}
         for name in self._unreached:
@@ -108,7 +116,7 @@ class TrainedParameters:
         """
         now = {id(each) for unit in self._units for each in unit.module.parameters()}
         for name, parameter in self._named.items():
-            if id(parameter) not in now or parameter.data_ptr() != self._places[name].data_ptr():
+            if id(parameter) not in now or parameter.untyped_storage().data_ptr() != self._memory[name].data_ptr():
                 raise ValueError(
                     f"parameter {name} has been replaced since the engine was made, which trains the one from then: "
                     "set values in front of the engine, or by its load"

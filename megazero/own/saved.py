@@ -17,10 +17,10 @@ from torch import Tensor
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.format import Damaged
-from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint, find_on_all_ranks
+from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
 from megazero.config.dump import run_dict
 from megazero.config.schema import CheckpointConfig, OptimizerConfig, Run
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.grid import ProcessGrid, background_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.zero.layout import owned_fragments
@@ -71,26 +71,22 @@ class OwnCheckpoints:
         self._saving: tuple[str, Checkpoints] | None = None
         self._beside: dict[str, Tensor] = {}
 
-    def save(self, folder: str, steps: int, progress: Mapping[str, Any], beside: Mapping[str, Tensor]) -> Path:
-        """Write a checkpoint into a folder, whose older ones beyond three are deleted; return its path.
-
-        beside: what is not trained, on rank 0.
-        """
-        if self._saving is None or self._saving[0] != folder:
-            self._saving = folder, self._of(CheckpointConfig(save=folder))
-            self._saving[1].claim()
+    def hold(self, beside: Mapping[str, Tensor]) -> None:
+        """Take what is not trained, for the next save."""
         self._beside = {name: tensor.contiguous() for name, tensor in beside.items()}
-        return self._saving[1].save(steps, dict(progress)).path
 
-    def find(self, folder: str) -> FoundCheckpoint | None:
-        """The newest complete checkpoint of a folder, or the one that the folder is; None if there is none."""
-        return find_on_all_ranks(Path(folder), self.grid)
+    def save(self, folder: str, steps: int, progress: Mapping[str, Any]) -> Path:
+        """Write a checkpoint into a folder, whose older ones beyond three are deleted; return its path."""
+        if self._saving is None or self._saving[0] != folder:
+            self._saving = folder, self.of(CheckpointConfig(save=folder))
+            self._saving[1].claim()
+        return self._saving[1].save(steps, dict(progress)).path
 
     def load(self, found: FoundCheckpoint, *, weights_only: bool = False) -> dict[str, Tensor]:
         """Fill the state, or its weights alone, from a checkpoint; return what is not trained. Raises Damaged, or
         ValueError with all names that do not fit.
         """
-        self._of(CheckpointConfig(load=str(found.path), no_load_optim=weights_only)).load(found)
+        self.of(CheckpointConfig(load=str(found.path), no_load_optim=weights_only)).load(found)
         read = dict[str, Tensor]()
 
         def read_beside() -> None:
@@ -102,11 +98,13 @@ class OwnCheckpoints:
         attempt_on_all_ranks(self.grid.world, self.grid.device, read_beside)
         return read
 
-    def _of(self, cfg: CheckpointConfig) -> Checkpoints:
+    def of(self, cfg: CheckpointConfig) -> Checkpoints:
+        """What saves and loads by a configuration. Its folder is not claimed yet. A collective of all ranks."""
         settings = {name: part for name, part in run_dict(self.run).items() if name in SECTIONS}
         token = new_token(self.grid.world, self.grid.device)
         fragments = self._fragments_of_all()
-        return Checkpoints(cfg, settings, self.optimizer, fragments, self.grid, token, write_extra=self._write_beside)
+        group = background_group(self.grid) if cfg.async_save else None
+        return Checkpoints(cfg, settings, self.optimizer, fragments, self.grid, token, group, self._write_beside)
 
     def _write_beside(self, folder: Path) -> None:
         save_file(self._beside, folder / BESIDE)

@@ -45,8 +45,8 @@ class InitialValues:
             name = model.names[id(parameter)]
             if parameter.is_meta:
                 # a parameter of several units begins on every rank as the first of them makes it
-                self._add_blank(model.first_units[name])
-                self.makers[name] = model.first_units[name].name
+                self._add_blank(model.value_units[name])
+                self.makers[name] = model.value_units[name].name
             else:
                 self.there.setdefault(name, parameter.detach())
         if any(buffer.is_meta for buffer in unit.buffers()):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.quantise import BLOCK
-from megazero.config.derive import bucket_size, names_units, shards_parameters
+from megazero.config.derive import brings_parameters, bucket_size, names_units
 from megazero.config.inventory import unit_of
 from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
@@ -186,7 +186,7 @@ def packing_of(parallel: ParallelConfig, offload: OffloadConfig, replicas: int, 
     most = bucket_size(parallel, replicas, nccl=nccl)
     quantised = parallel.zero_quantized_weights or parallel.zero_quantized_gradients != "none"
     block = BLOCK if quantised else 1
-    if shards_parameters(parallel, offload) or offload.offload_params:
+    if brings_parameters(parallel, offload):
         return Packing(most, by_unit=True, keep_below=parallel.zero3_persist_below, block=block)
     return Packing(most, names_units(offload), block=block)
 
