@@ -20,6 +20,11 @@ MARKS = 16
 """Number of samples in a dataset's checksum."""
 
 
+def marked(number: int) -> list[int]:
+    """Which of so many samples are in a dataset's checksum."""
+    return np.unique(np.linspace(0, number - 1, MARKS).astype(np.int64)).tolist()
+
+
 class Rows(Protocol):
     """A dataset of a program: n samples of seq_length + 1 token ids each. Inputs are [:-1], labels [1:].
 
@@ -79,7 +84,7 @@ class OwnSamples:
 
     def _fingerprint(self) -> int:
         checksum = 0
-        for index in np.unique(np.linspace(0, self._number - 1, MARKS).astype(np.int64)).tolist():
+        for index in marked(self._number):
             checksum = zlib.crc32(self._row(index).tobytes(), checksum)
         return checksum
 

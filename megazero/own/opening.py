@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -15,9 +15,10 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.own.model import Units
 from megazero.own.rank_units import sharing_stages
 from megazero.own.refusals import learning_rate
-from megazero.own.settings import run_of
+from megazero.own.settings import LoopSettings, run_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
 from megazero.telemetry.watchdog import StopSignals
+from megazero.train.api import Given
 from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks
 from megazero.train.swap_files import StateFiles, state_files
 
@@ -72,9 +73,20 @@ def _leave(contexts: ExitStack) -> None:
 
 
 def opening_of(
-    units: Units, optimizer: str | MakeOptimizer, lr: float | None, run: Mapping[str, Any] | None
+    units: Units,
+    optimizer: str | MakeOptimizer,
+    lr: float | None,
+    run: Given | None,
+    loop: LoopSettings | None = None,
+    signals: StopSignals | None = None,
 ) -> Opening:
-    """What an engine of these units needs. Otherwise as `own.engine.engine`. A collective of all ranks."""
+    """What an engine of these units needs. A collective of all ranks.
+
+    loop     what the run needs whose steps megazero's own loop takes; None: the program takes them
+    signals  requests to stop
+
+    Otherwise as `own.engine.engine`.
+    """
     meeting = rendezvous()
     environment = meeting.environment
 
@@ -82,7 +94,8 @@ def opening_of(
         name, rule = (optimizer, None) if isinstance(optimizer, str) else _rule_of(optimizer)
         rate = learning_rate(lr if lr is not None else LR if rule is None else rule.lr)
         kept = None if rule is None else rule.kept
-        return Opening(run_of(run or {}, name, units, environment.world_size, kept), rate, rule)
+        resolved_run = run_of(run or {}, name, units, environment.world_size, kept, lr=rate, loop=loop)
+        return Opening(resolved_run, rate, rule)
 
     opening = result_on_all_ranks(resolved, meeting)
     with ExitStack() as contexts:
@@ -90,7 +103,7 @@ def opening_of(
         if sharing := sharing_stages(units, opening.run):
             world = replace(world, axes=SharingAxes(**vars(world.axes), sharing=sharing))
         grid = contexts.enter_context(process_groups(world, meeting, opening.run.parallel))
-        files = contexts.enter_context(state_files(opening.run, grid, None, StopSignals()))
+        files = contexts.enter_context(state_files(opening.run, grid, None, signals or StopSignals()))
         opening.enter(contexts, grid, files)
     return opening
 

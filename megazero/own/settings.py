@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from megazero.config.dtypes import PRECISION_OF
-from megazero.config.dump import program_source
 from megazero.config.flags import fields_for_flags
+from megazero.config.lengths import Length, Measure
 from megazero.config.options import build_run, run_options
 from megazero.config.schema import OptimizerConfig, Run
 from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
 from megazero.own.model import Units
 from megazero.pipeline.partition import partition
+from megazero.train.api import Given, settings_of
 
 USED = frozenset(
     """
@@ -28,10 +28,24 @@ USED = frozenset(
     """.split()
 )
 """Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
+USED_BY_LOOP = USED | frozenset(
+    """
+    micro_batch_size global_batch_size rampup_batch_size train_length num_workers
+    lr min_lr lr_decay_style lr_warmup lr_decay lr_wsd_decay max_skipped_steps
+    eval_interval eval_iters eval_at_start exit_interval exit_duration_in_mins log_interval
+    metrics_file tensorboard_dir wandb wandb_group mlflow sinks
+    save load save_interval keep_last save_retain_interval async_save finetune no_load_optim override_data
+    """.split()
+)
+"""Those that megazero's own loop reads."""
 OF_OUR_OPTIMIZERS = frozenset("optimizer weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum".split())
 """Fields that an optimizer of torch has in its own way."""
 SECTIONS = frozenset({"parallel", "optimizer", "offload"})
 """Sections of a run whose checks a model of modules needs."""
+SECTIONS_OF_LOOP = SECTIONS | {"schedule", "trainer", "checkpoint"}
+"""Those of megazero's own loop."""
+AS_BY_DEFAULT = frozenset({"lora_rank", "data_path", "instruction_data"})
+"""Fields of other sections that checks of the loop read: nobody has set them."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +59,44 @@ class RuleConfig(OptimizerConfig):
         return self.kept or ("exp_avg",)  # which an optimizer without any state leaves as it is
 
 
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a run needs besides whose steps megazero's own loop takes.
+
+    epoch     number of samples of the training data; None: nobody knows, and the run is not looked at further
+    problems  what is wrong with the data and with functions of the program
+    """
+
+    epoch: int | None
+    problems: Sequence[str] = ()
+
+
 def run_of(
-    given: Mapping[str, Any], optimizer: str, model: Units, world_size: int, kept: tuple[str, ...] | None = None
+    given: Given,
+    optimizer: str,
+    model: Units,
+    world_size: int,
+    kept: tuple[str, ...] | None = None,
+    *,
+    lr: float | None = None,
+    loop: LoopSettings | None = None,
 ) -> Run:
     """The run of a model on so many ranks.
 
-    given      fields, as `megazero.pretrain` takes them
+    given      fields, as `megazero.pretrain` takes them, or the path of a YAML file with them
     optimizer  its name
     kept       columns of an optimizer of torch; None: it is one of ours
+    lr         the learning rate of the loop, if `given` has none
+    loop       None: the program takes the steps
 
     Raises ConfigError with everything that is wrong.
     """
-    source = program_source(given, "run")
-    problems = [*source.problems]
+    source = settings_of(given)
+    problems = [*(() if loop is None else loop.problems), *source.problems]
+    used, looked_at = (USED, SECTIONS) if loop is None else (USED_BY_LOOP, SECTIONS_OF_LOOP)
     if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
-    unread = sorted(name for name in source.settings if name not in USED)
+    unread = sorted(name for name in source.settings if name not in used)
     if unread:
         hint = "; lr is an argument of the engine, and of its steps" if "lr" in unread else ""
         problems.append(f"run has {', '.join(unread)}: a model of modules reads none of these{hint}")
@@ -69,12 +105,19 @@ def run_of(
         problems.append(f"precision is not set, and the model has parameters of {' and of '.join(precisions)}")
     like = optimizer if kept is None else "adamw"  # whose checks hold for every update of elements
     settings = {"optimizer": like, "precision": precisions[0], **source.settings}
+    if loop is not None:
+        settings = {"lr": lr, **settings}
+        if "train_length" not in source.settings:
+            problems.append("run has no length: train_iters, train_samples or epochs is needed")
     if kept is None and settings["optimizer"] != optimizer:
         problems.append(f"optimizer is {optimizer!r}, and {settings['optimizer']!r} in run")
     run = build_run({name: value for name, value in settings.items() if name not in source.bad})
     if kept is not None:
         run = replace(run, optimizer=RuleConfig(**vars(run.optimizer), kept=kept))
-    elsewhere = {name for name, known in run_options().items() if known.section not in SECTIONS}
+    if loop is not None and loop.epoch is not None and run.schedule.epochs is not None:
+        samples = Length(int(run.schedule.epochs * loop.epoch), Measure.SAMPLES)
+        run = replace(run, schedule=replace(run.schedule, train_length=samples))
+    elsewhere = {name for name, known in run_options().items() if known.section not in looked_at} - AS_BY_DEFAULT
     problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
     problems += _chunk_problems(run, len(model.units))
     if run.parallel.recompute_granularity == "selective":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from megazero.config.dump import program_source, read_yaml
 from megazero.config.flags import fields_for_flags
@@ -19,6 +19,7 @@ from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
 from megazero.launch import World, world_of
+from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.meeting import Environment
 from megazero.system.extensions import why_not_called
 from megazero.system.given import is_whole, kind
@@ -27,11 +28,13 @@ from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks, settings_of_torch
 from megazero.train.init_from import model_source
-from megazero.train.job import Job, build_job
+from megazero.train.job import build_job
 from megazero.train.logs import Callbacks
 from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
 from megazero.train.same_run import require_same_run
+from megazero.train.swap_files import FileUse
+from megazero.train.trainer import Trainer
 
 Given = Run | Mapping[str, Any] | str | os.PathLike[str]
 """The forms of a run that `pretrain` takes."""
@@ -61,6 +64,26 @@ class Result:
     checkpoint: Path | None
 
 
+class RunningJob(Protocol):
+    """The parts of a run on this rank, as `train.job.Job` has them."""
+
+    @property
+    def run(self) -> Run: ...
+
+    @property
+    def grid(self) -> ProcessGrid: ...
+
+    @property
+    def trainer(self) -> Trainer: ...
+
+    @property
+    def disks(self) -> FileUse: ...
+
+    def report(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Training:
     """A run whose steps are taken by the calling program.
 
@@ -69,9 +92,9 @@ class Training:
     world_size  the number of ranks of the run
     """
 
-    def __init__(self, job: Job, signals: StopSignals) -> None:
+    def __init__(self, job: RunningJob, signals: StopSignals) -> None:
         self.run, self.rank, self.world_size = job.run, job.grid.rank, job.grid.axes.world_size
-        self._job: Job | None = job
+        self._job: RunningJob | None = job
         self._signals = signals
         self._last: StepValues | None = None
         self._result: Result | None = None
@@ -123,7 +146,7 @@ class Training:
         finished = ending.state == "finished"
         self._result = Result(*progress, finished, ending.reason or None, loss, dict(trainer.losses), newest)
 
-    def _running(self) -> Job:
+    def _running(self) -> RunningJob:
         if self._job is None:
             raise RuntimeError("the run has ended with its `with` block")
         return self._job
@@ -185,13 +208,13 @@ def _training(run: Given, arguments: Arguments) -> Iterator[Training]:
     meeting = rendezvous()
     with settings_of_torch(meeting.environment):
         parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting.environment), meeting)
-        with _fields_for_flags():
+        with naming_fields():
             require_same_run(prepared, meeting)
         with (
             StopSignals() if arguments.handle_signals else nullcontext(StopSignals()) as signals,
             process_groups(world, meeting, prepared.run.parallel) as grid,
         ):
-            with _fields_for_flags():
+            with naming_fields():
                 job = build_job(prepared, grid, signals, parsed, arguments.callbacks)
             under_way = Training(job, signals)
             try:
@@ -245,7 +268,7 @@ def pretrain(
 
 def _prepared(given: Given, arguments: Arguments, environment: Environment) -> tuple[ParsedArguments, Prepared, World]:
     """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
-    settings, problems = _settings(given), arguments.problems()
+    settings, problems = settings_of(given), arguments.problems()
     # With problems the settings are checked without the data, so that one error has the problems of both.
     own_data = OwnData() if problems else arguments.own_data()
     if own_data.tokenizer is not None:
@@ -253,18 +276,18 @@ def _prepared(given: Given, arguments: Arguments, environment: Environment) -> t
             if settings.settings.get(name) is None:
                 settings.put(name, None if value is None else int(value), "tokenizer")
     program = ProgramSettings(settings, arguments.train_data is not None)
-    with _fields_for_flags(problems):
+    with naming_fields(problems):
         parsed = parse_arguments([], environment.world_size, model_source, missing_files, program)
     if problems:
         raise ConfigError(problems)
-    with _fields_for_flags():
+    with naming_fields():
         report = to_stderr if environment.local_rank == 0 else silent
         prepared = prepare(parsed.run, environment.world_size, report, own_data, environment.ranks_here)
         return parsed, prepared, world_of(prepared.run, environment)
 
 
 @contextmanager
-def _fields_for_flags(others: Sequence[str] = ()) -> Iterator[None]:
+def naming_fields(others: Sequence[str] = ()) -> Iterator[None]:
     """Let a ConfigError name fields of the configuration, since the caller has given no flags, with these problems in
     front.
     """
@@ -275,7 +298,8 @@ def _fields_for_flags(others: Sequence[str] = ()) -> Iterator[None]:
         raise ConfigError(problems, [*map(fields_for_flags, error.notes)]) from error.__cause__
 
 
-def _settings(given: Given) -> ConfigSource:
+def settings_of(given: Given) -> ConfigSource:
+    """What a program has set. Raises ConfigError for what is no run."""
     if isinstance(given, str | os.PathLike):
         if not os.fspath(given):
             raise ConfigError(["run is empty: a Run, a mapping or the path of a YAML file is needed"])
@@ -309,10 +333,12 @@ class Arguments:
     tokenizer: Any
     callbacks: Callbacks
     handle_signals: Any
+    named: str = "train_data"
+    """What the caller calls the training data."""
 
     def problems(self) -> list[str]:
         """One sentence for each argument that cannot be used: its name, what it is, and what is needed."""
-        problems = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
+        problems = list[str]() if self.train_data is None else [*_rows_problems(self.named, self.train_data)]
         if isinstance(self.valid_data, Mapping):
             if not self.valid_data:
                 problems.append("valid_data is an empty mapping, which names no validation set: None stands for none")

@@ -30,6 +30,7 @@ ELSEWHERE: Mapping[str, str] = {
     r"(python|torchrun .*) examples/own_modules": (
         "tests/examples/test_own_modules.py::test_a_layout_prints_what_the_plain_loop_prints"
     ),
+    r"(python|torchrun .*) examples/own_loop": "tests/examples/test_own_modules.py::test_the_loop_goes_on",
     r"\(ulimit ": "tests/examples/test_own_modules.py::test_a_model_of_more_than_the_memory",
     r"(python|torchrun .*) examples/own_(vision|translation|head)": (
         "tests/examples/test_own_examples.py::test_ranks_learn_the_same"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -65,6 +66,17 @@ def test_ranks_train_alike(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--steps", "4"], cwd=ROOT, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert numbers(LOSS, done.stdout) == numbers(LOSS, told_on(1, "own_modules.py", ["--steps", "4"], tmp_path))
+
+
+def test_the_loop_goes_on(tmp_path: Path) -> None:
+    """Stopped in the middle, and gone on with on two stages, it ends with the loss of a run in one go."""
+    saved = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    whole = told_on(1, "own_loop.py", [], tmp_path)
+    begun = told_on(1, "own_loop.py", ["--settings", json.dumps({**saved, "exit_interval": 60})], tmp_path)
+    ended = told_on(2, "own_loop.py", ["--settings", json.dumps({**saved, "pp": 2})], tmp_path)
+    assert "stopped_by='--exit-interval 60'" in begun and "finished=True" in whole and "finished=True" in ended
+    losses = [numbers(r"validation after iteration 100: +valid_loss ([\d.]+)", told) for told in (whole, ended)]
+    assert losses[0] == losses[1] and losses[0][0] < 0.3
 
 
 @pytest.mark.slow

@@ -1,0 +1,196 @@
+"""`training`: a run whose steps a program takes, of a family of megazero's or of a model of its own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.data.own import Rows
+from megazero.data.tokenizer import Tokenizer
+from megazero.mpu.meeting import Environment
+from megazero.own.engine import Engine
+from megazero.own.loop import OwnBatches, OwnJob, own_job
+from megazero.own.model import Model
+from megazero.own.opening import made_with, opening_of
+from megazero.own.refusals import require_alike
+from megazero.own.samples import Collate, OwnSource, SampleSource
+from megazero.own.settings import LoopSettings
+from megazero.own.torch_rule import MakeOptimizer
+from megazero.system.extensions import why_not_called
+from megazero.system.given import kind
+from megazero.telemetry.record import StepRecord
+from megazero.telemetry.watchdog import StopSignals
+from megazero.train import api
+from megazero.train.embedded import settings_of_torch
+from megazero.train.logs import Callbacks
+
+
+class ModelTraining(api.Training):
+    """A run of a program's own model.
+
+    engine  which has the model: `export`, `state_dict`, `parameters_whole`. Its steps are those of the run
+    """
+
+    def __init__(self, job: OwnJob, signals: StopSignals) -> None:
+        super().__init__(job, signals)
+        self.engine = job.trainer.model
+
+
+def training(
+    run: api.Given,
+    *,
+    model: Model | None = None,
+    data: SampleSource | None = None,
+    optimizer: str | MakeOptimizer = "adamw",
+    collate: Collate | None = None,
+    shuffle: bool = False,
+    train_data: Rows | None = None,
+    valid_data: Any = None,
+    tokenizer: Tokenizer | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None,
+    on_checkpoint: Callable[[Path, int], object] | None = None,
+    handle_signals: bool = False,
+) -> AbstractContextManager[Any]:
+    """A run whose steps are taken by the caller:
+
+        with megazero.training({"train_iters": 100}) as run:
+            for step in run.steps():
+                ...
+        print(run.result)
+
+    The arguments and errors are those of `pretrain`. When the block is left, also after a `break`, the run makes its
+    last save and, if it has finished, its final evaluations. If an exception leaves the block, nothing is saved.
+
+    With `model` it trains a model of the program's own, and has its engine:
+
+        with megazero.training(model=model, data=data, run={"train_iters": 100, "save": "runs/first"}) as run:
+            for step in run.steps():
+                ...
+            run.engine.export("model.safetensors")
+
+    model       of `megazero.Model`, `from_sequential` or `from_transformers`
+    data        samples to train on: an object with a length whose item i is a mapping from names to tensors, the same
+                on every rank. Sample i of the run is item i modulo the length, in every layout
+    valid_data  the same for validation, or several by name
+    collate     a function from a list of samples to a micro-batch. None: they are stacked by name
+    shuffle     whether each pass over `data` has an order of its own, which depends on `seed` and the pass
+    optimizer   as of `engine`. The rate of each step is that of the run: `lr`, warm-up and decay
+    """
+    callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
+    if model is None:
+        for name, given in (("data", data), ("collate", collate), ("shuffle", shuffle or None)):
+            if given is not None:
+                raise ConfigError([f"{name} is of a model of your own, and there is none: say model=, or train_data="])
+        return api.training(
+            run,
+            train_data=train_data,
+            valid_data=valid_data,
+            tokenizer=tokenizer,
+            on_step=on_step,
+            on_evaluation=on_evaluation,
+            on_checkpoint=on_checkpoint,
+            handle_signals=handle_signals,
+        )
+    if not isinstance(model, Model):
+        raise TypeError(f"model is {type(model).__name__}: a megazero.Model is needed")
+    arguments = ModelArguments(
+        api.Arguments(data, valid_data, None, callbacks, handle_signals, named="data"),
+        collate,
+        shuffle,
+        {"train_data": train_data, "tokenizer": tokenizer},
+    )
+    return api.NotBegun(_training(run, model, optimizer, arguments))
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """The arguments beside a model as the caller gave them. They may have any type until `problems` has found nothing.
+
+    given        data, functions and signals
+    of_families  arguments of megazero's families, by name
+    """
+
+    given: api.Arguments
+    collate: Any
+    shuffle: Any
+    of_families: Mapping[str, Any]
+
+    def problems(self) -> list[str]:
+        """One sentence for each argument that cannot be used."""
+        problems = self.given.problems()
+        if self.given.train_data is None:
+            problems.append("data is needed with model: an object with a length whose items are samples")
+        problems += [
+            f"{name} is of megazero's families: a model has data=, of samples"
+            for name, given in self.of_families.items()
+            if given is not None
+        ]
+        reason = None if self.collate is None else why_not_called(self.collate, "samples")
+        if reason is not None:
+            problems.append(f"collate: a function of a list of samples is needed; {reason}")
+        if not isinstance(self.shuffle, bool):
+            problems.append(f"shuffle is {kind(self.shuffle)}: it is True or False")
+        return problems
+
+    def loop(self) -> LoopSettings:
+        """What the settings of the run are checked with."""
+        problems = self.problems()
+        return LoopSettings(None if problems else len(self.given.train_data), problems)
+
+    def train(self, run: Run) -> OwnSource:
+        """The samples to train on."""
+        return OwnSource(self.given.train_data, "data", self.collate, run.data.seed if self.shuffle else None)
+
+    def valid(self, run: Run) -> dict[str, OwnSource]:
+        """The validation sets by metric. Raises ConfigError where one is too short."""
+        needed = run.trainer.eval_iters * run.schedule.global_batch_size
+        sets, problems = dict[str, OwnSource](), []
+        for metric, samples in self.given.own_data().valid.items():
+            name = "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
+            sets[metric] = OwnSource(samples, name, self.collate)
+            if len(samples) < needed:
+                problems.append(
+                    f"{name} holds {len(samples)} samples; eval_iters {run.trainer.eval_iters} x global_batch_size "
+                    f"{run.schedule.global_batch_size} takes {needed}"
+                )
+        if problems:
+            raise ConfigError(problems)
+        return sets
+
+
+@contextmanager
+def _training(
+    run: api.Given, model: Model, optimizer: str | MakeOptimizer, arguments: ModelArguments
+) -> Iterator[ModelTraining]:
+    """The run of `training` with a model."""
+    handles = arguments.given.handle_signals is True
+    with (
+        settings_of_torch(Environment.read()),
+        StopSignals() if handles else nullcontext(StopSignals()) as signals,
+        made_with(opening_of(model, optimizer, None, run, arguments.loop(), signals), partial(Engine, model)) as engine,
+    ):
+
+        def sources() -> tuple[OwnSource, dict[str, OwnSource], tuple[int, int | None]]:
+            train = arguments.train(engine.run)
+            return train, arguments.valid(engine.run), train.contents()
+
+        train, valid, contents = attempt_on_all_ranks(engine.grid.world, engine.grid.device, sources)
+        same = {"have other data: item i is the same on every rank": zlib.crc32(repr(contents).encode())}
+        require_alike(same, engine.grid)
+        with api.naming_fields():
+            job = own_job(engine, OwnBatches(train, contents, valid), signals, arguments.given.callbacks)
+        under_way = ModelTraining(job, signals)
+        try:
+            yield under_way
+            under_way.finish()
+        finally:
+            under_way.release()

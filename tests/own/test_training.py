@@ -1,0 +1,325 @@
+"""megazero's own loop over a user's model, beside plain torch: steps, evaluations, saves and stops on any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megazero
+from megazero.config.source import ConfigError
+from megazero.pipeline.engine import PipelineEngine
+from tests.own.models import CASES, RATE, SEED, Batch, Case, Trained, plainly_trained, squared
+from tests.own.training import LAYOUTS, RULE, model_of, require_equal
+from tests.ranks import config_error, run_ranks
+
+NAMES = ("mlp", "vision", "tied ends")
+
+
+class Rows:
+    """The micro-batches of a case as samples, one behind the other. first: the first step."""
+
+    def __init__(self, case: Case, first: int = 0, steps: int | None = None) -> None:
+        self.case, self.first, self.steps = case, first, case.steps if steps is None else steps
+        self.size = len(next(iter(case.micro_batch(0, 0).values())))
+
+    def __len__(self) -> int:
+        return self.steps * self.case.micro_batches * self.size
+
+    def __getitem__(self, index: int) -> Batch:
+        number, row = divmod(index, self.size)
+        step, number = divmod(number, self.case.micro_batches)
+        batch = self.case.micro_batch(self.first + step, number)
+        return {name: tensor[row] for name, tensor in batch.items()}
+
+
+def settings(case: Case, layout: Mapping[str, Any]) -> dict[str, Any]:
+    size = Rows(case).size
+    loop = {"micro_batch_size": size, "global_batch_size": size * case.micro_batches, "train_iters": case.steps}
+    rate = {"lr": RATE, "lr_decay_style": "constant", "seed": SEED}
+    return {**RULE, **loop, **rate, "eval_iters": 1, **layout}
+
+
+def trained_by_loop(case: Case, layout: Mapping[str, Any], **more: Any) -> Trained:
+    """What megazero's loop makes of a case on this rank."""
+    with TemporaryDirectory() as folder:
+        disks = {"nvme_path": [folder]} if "nvme" in str(layout) else {}
+        run, data, held_out = settings(case, {**layout, **disks}), Rows(case), Rows(case, case.steps, 1)
+        with megazero.training(model=model_of(case), data=data, valid_data=held_out, run=run, **more) as training:
+            numbers = [(float(step.loss), float(step.grad_norm)) for step in training.steps()]
+            values = training.engine.state_dict()
+        return Trained(numbers, training.result.evaluations["valid_loss"], values)
+
+
+def looped_on_rank(rank: int, name: str, layouts: list[dict[str, Any]]) -> list[Trained]:
+    return [trained_by_loop(CASES[name], layout) for layout in layouts]
+
+
+plain = cache(plainly_trained)
+
+
+@pytest.mark.parametrize("size", sorted({size for size, _ in LAYOUTS.values()}))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_trains_as_plain_torch(name: str, size: int) -> None:
+    layouts = {words: layout for words, (ranks, layout) in LAYOUTS.items() if ranks == size}
+    for rank, made in enumerate(run_ranks(size, looped_on_rank, name, list(layouts.values()))):
+        for words, own in zip(layouts, made, strict=True):
+            require_equal(own, plain(CASES[name]), f"{name}, {words}, rank {rank}")
+
+
+# --- saves, stops, and the position in the data ----------------------------------------------------------------------
+
+SAVED = ({"zero_stage": 1}, 1), ({"pp": 2, "async_save": True}, 2), ({"zero_stage": 3, "late_update": True}, 2)
+"""Layouts and numbers of ranks, of which each makes some steps of a run."""
+
+
+def steps_until(rank: int, layout: dict[str, Any], folder: str, stop: int) -> list[tuple[int, float]]:
+    case = CASES["vision"]
+    run = settings(case, {**layout, "save": folder, "load": folder, "save_interval": 2, "exit_interval": stop})
+    made = list[tuple[int, float]]()
+    with megazero.training(model=model_of(case), data=Rows(case), shuffle=True, run=run) as training:
+        made += [(step.iteration, float(step.loss)) for step in training.steps()]
+    result = training.result
+    assert result.finished == (result.iteration == case.steps) and result.checkpoint is not None
+    assert result.stopped_by == (None if result.finished else f"--exit-interval {stop}")
+    return made
+
+
+def test_a_run_goes_on_over_layouts_with_the_next_sample(tmp_path: Path) -> None:
+    """Shuffled, with dropout: every loss is that of a run without a stop."""
+    (whole,) = run_ranks(1, steps_until, {}, str(tmp_path / "whole"), 100)
+    made = list[tuple[int, float]]()
+    for stop, (layout, size) in zip((3, 6, 100), SAVED, strict=True):
+        made += run_ranks(size, steps_until, layout, str(tmp_path / "parts"), stop)[0]
+    assert [step for step, _ in made] == [*range(1, 11)]
+    assert [loss for _, loss in made] == pytest.approx([loss for _, loss in whole], rel=1e-10)
+    in_order = plain(CASES["vision"]).numbers
+    assert max(abs(a - b) for (_, a), (b, _) in zip(whole, in_order, strict=True)) > 0.05, "the order is another one"
+
+
+def test_each_pass_has_every_sample_once_in_an_order_of_its_own() -> None:
+    from megazero.own.samples import OwnSource
+
+    rows = [{"x": torch.tensor(float(number))} for number in range(7)]
+    shuffled = OwnSource(rows, "data", seed=3)
+    passes = [shuffled.batch(range(7 * number, 7 * number + 7))["x"].tolist() for number in range(3)]
+    assert all(sorted(one) == [0, 1, 2, 3, 4, 5, 6] for one in passes)
+    assert passes[0] != passes[1] != passes[2] and passes[0] != sorted(passes[0])
+    across = shuffled.batch(range(5, 9))["x"].tolist()
+    assert across == [*passes[0][5:], *passes[1][:2]]
+    assert OwnSource(rows, "data").batch(range(5, 9))["x"].tolist() == [5, 6, 0, 1]
+
+
+def stopped(rank: int, folder: str) -> tuple[int, str | None]:
+    case = CASES["mlp"]
+    with megazero.training(model=model_of(case), data=Rows(case), run=settings(case, {"save": folder})) as training:
+        for step in training.steps():
+            if step.iteration == 3 and rank == 1:
+                training.stop("enough")
+    assert training.engine.steps == training.result.iteration
+    return training.result.iteration, training.result.stopped_by
+
+
+def test_one_rank_stops_all_behind_a_step(tmp_path: Path) -> None:
+    assert run_ranks(2, stopped, str(tmp_path)) == [(4, "another rank was asked to"), (4, "enough")]
+
+
+def test_a_checkpoint_of_a_loop_of_ones_own_goes_on(tmp_path: Path) -> None:
+    """And the other way round: an engine has the state and the number of steps of a run's checkpoint."""
+    case, expected = CASES["mlp"], plain(CASES["mlp"])
+    with megazero.engine(model_of(case), lr=RATE, run=RULE) as engine:
+        for step in range(4):
+            engine.step([case.micro_batch(step, number) for number in range(case.micro_batches)])
+        engine.save(tmp_path / "engine", {"next": 4})
+    run = settings(case, {"load": tmp_path / "engine", "save": tmp_path / "run", "exit_interval": 7})
+    with megazero.training(model=model_of(case), data=Rows(case), run=run) as training:
+        losses = [float(step.loss) for step in training.steps()]
+    with megazero.engine(model_of(case), lr=RATE, run=RULE) as engine:
+        about = engine.load(tmp_path / "run")
+        assert about is not None and about["iteration"] == engine.steps == 7
+        for step in range(7, 10):
+            made = engine.step([case.micro_batch(step, number) for number in range(case.micro_batches)])
+            losses.append(float(made.loss))
+    assert losses == pytest.approx([loss for loss, _ in expected.numbers[4:]], rel=1e-10)
+
+
+def test_the_learning_rate_is_the_runs(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    rate = {"lr_decay_style": "linear", "lr_warmup_iters": 2, "min_lr": 0.002}
+    with megazero.training(model=model_of(case), data=Rows(case), run=settings(case, rate)) as training:
+        rates = [step.lr for step in training.steps()]
+    assert rates == pytest.approx([0, 0.005, 0.01] + [0.01 - 0.001 * number for number in range(1, 8)])
+
+
+def test_epochs_are_passes_over_the_samples() -> None:
+    case = CASES["mlp"]
+    run = {**settings(case, {}), "epochs": 0.5}
+    del run["train_iters"]
+    with megazero.training(model=model_of(case), data=Rows(case), run=run) as training:
+        assert len([*training.steps()]) == 5
+    assert training.result.consumed_samples == 60 == training.result.consumed_tokens
+
+
+def test_what_is_printed_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case, records = CASES["mlp"], list[megazero.StepRecord]()
+    run = settings(case, {"metrics_file": tmp_path / "metrics.jsonl", "log_interval": 5})
+    with megazero.training(
+        model=model_of(case), data=Rows(case), valid_data={"first": Rows(case)}, run=run, on_step=records.append
+    ) as training:
+        losses = [float(step.loss) for step in training.steps()]
+    assert [record.loss for record in records] == losses
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in written if "loss" in line] == losses
+    assert [line["valid_loss/first"] for line in written if "valid_loss/first" in line] == [
+        training.result.evaluations["valid_loss/first"]
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert "5 units, 421 parameters, of which 421 are trained" in lines[0], lines
+    header = next(number for number, line in enumerate(lines) if "grad norm" in line)
+    assert "samples/s" in lines[header] and "FLOP" not in lines[header] and "tokens" not in lines[header]
+    assert f"{losses[4]:.4f}" in lines[header + 1] and f"{losses[9]:.4f}" in lines[header + 2]
+
+
+def test_a_pass_without_messages_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where messages cannot be sent at once (NCCL), a first step, and a first evaluation, are computed before without
+    them: losses, counts and the statistics of a batch norm are as without that.
+    """
+    assert run_ranks(2, with_cold_engines, False) == run_ranks(2, with_cold_engines, True)
+
+
+def with_cold_engines(rank: int, cold: bool) -> list[float]:
+    torch.manual_seed(1)
+    units = [nn.Linear(5, 6), nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()), nn.Linear(6, 6), nn.Linear(6, 1)]
+    model = megazero.Model([unit.double() for unit in units], squared, input="x")
+    case, passes = CASES["mlp"], list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        if cold:
+            for name in ("warm_up", "warm_up_evaluation"):
+                patch.setattr(PipelineEngine, name, _noted(getattr(PipelineEngine, name), name, passes))
+            cool = PipelineEngine.cool
+
+            def without_messages(engine: PipelineEngine) -> None:
+                engine._sends_at_once = False
+                cool(engine)
+
+            patch.setattr(PipelineEngine, "cool", without_messages)
+        with megazero.engine(model, lr=RATE, run={**RULE, "pp": 2, "partition": [2, 2]}) as engine:
+            numbers = [float(engine.evaluate(case.micro_batch(9, 0)))]
+            for step in range(2):
+                made = engine.step([case.micro_batch(step, number) for number in range(2)])
+                numbers += [float(made.loss), float(made.grad_norm)]
+            numbers.append(float(engine.evaluate(case.micro_batch(9, 0))))
+            values = engine.state_dict()
+    assert passes == (["warm_up_evaluation", "warm_up"] if cold else [])
+    return [*numbers, *values["1.0.running_mean"].tolist(), float(values["1.0.num_batches_tracked"])]
+
+
+def _noted(function: Any, name: str, passes: list[str]) -> Any:
+    def called(*arguments: Any) -> None:
+        passes.append(name)
+        function(*arguments)
+
+    return called
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def of_nothing() -> Batch:
+    return {}
+
+
+DATA = [{"x": torch.rand(5), "y": torch.rand(()), "counts": torch.tensor(1.0)} for _ in range(24)]
+MISTAKES: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no data": ({}, {"data": None}, "data is needed with model"),
+    "data without a length": ({}, {"data": iter(DATA)}, "data is .*it lacks __len__"),
+    "empty data": ({}, {"data": []}, "data holds no samples"),
+    "samples that are tuples": ({}, {"data": [(1, 2)] * 24}, r"data\[0\] is tuple: a mapping"),
+    "samples of other shapes": (
+        {},
+        {"data": [{**sample, "x": torch.rand(5 + (number == 1))} for number, sample in enumerate(DATA)]},
+        r"samples \[.*\] are no micro-batch: .*collate=",
+    ),
+    "words": ({}, {"data": [{**sample, "name": "a"} for sample in DATA]}, "'name' of a micro-batch is list"),
+    "a collate that returns a list": ({}, {"collate": lambda samples: samples}, "collate returns list"),
+    "a collate that takes nothing": ({}, {"collate": of_nothing}, "collate: a function of a list of samples"),
+    "shuffle as a word": ({}, {"shuffle": "yes"}, "shuffle is .*True or False"),
+    "no length": ({"train_iters": None}, {}, "run has no length: train_iters, train_samples or epochs"),
+    "a batch that does not divide": ({"global_batch_size": 5}, {}, "global_batch_size 5 is not a multiple"),
+    "a field of families": ({"hidden_size": 5}, {}, "run has hidden_size: a model of modules reads none"),
+    "a short validation set": ({}, {"valid_data": DATA[:3]}, "valid_data holds 3 samples; eval_iters 1 x global"),
+    "data of families": ({}, {"train_data": DATA}, "train_data is of megazero's families"),
+    "both kinds of weights": ({"finetune": True, "no_load_optim": True, "load": "x"}, {}, "finetune loads weights"),
+    "a warm-up longer than the run": ({"lr_warmup_iters": 50}, {}, "lr_warmup_iters 50 is longer than"),
+}
+
+
+def begun(fields: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    torch.manual_seed(1)
+    units = [nn.Linear(5, 6), nn.Linear(6, 1)]
+    model = megazero.Model(units, squared, input="x")
+    run = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 2, "eval_iters": 1, **fields}
+    run = {name: value for name, value in run.items() if value is not None}
+    with megazero.training(**{"model": model, "data": DATA, "run": run, **arguments}) as training:
+        for _ in training.steps():
+            pass
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_error(words: str) -> None:
+    fields, arguments, message = MISTAKES[words]
+    with pytest.raises((ConfigError, ValueError), match=message):
+        begun(fields, arguments)
+
+
+def test_what_is_right_is_no_mistake() -> None:
+    begun({}, {})
+
+
+def test_data_without_a_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="data is of a model of your own"):
+        megazero.training({"train_iters": 1}, data=DATA)
+    with pytest.raises(TypeError, match="model is Linear"):
+        megazero.training({"train_iters": 1}, data=DATA, model=nn.Linear(2, 2))
+
+
+def with_other_data(rank: int) -> str:
+    return config_error(lambda: begun({}, {"data": [{**sample, "y": torch.tensor(float(rank))} for sample in DATA]}))
+
+
+def test_ranks_with_other_data_are_named() -> None:
+    assert all("the ranks have other data" in words for words in run_ranks(2, with_other_data))
+
+
+def test_a_run_goes_on_with_its_own_data(tmp_path: Path) -> None:
+    save = {"save": tmp_path, "load": tmp_path}
+    begun(save, {})
+    more = {**save, "train_iters": 4}
+    with pytest.raises(ConfigError, match="data has 20 samples, and had 24"):
+        begun(more, {"data": DATA[:20]})
+    with pytest.raises(ConfigError, match="samples of data have other contents"):
+        begun(more, {"data": [*DATA[:-1], {**DATA[-1], "y": torch.tensor(5.0)}]})
+    begun({**more, "override_data": True}, {"data": DATA[:20]})
+
+
+class Noisy:
+    """Draws in each sample."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Batch:
+        return {**DATA[index], "x": DATA[index]["x"] + torch.rand(5)}
+
+
+def test_data_that_draws_has_no_checksum(tmp_path: Path) -> None:
+    save = {"save": tmp_path, "load": tmp_path}
+    begun(save, {"data": Noisy()})
+    begun({**save, "train_iters": 4}, {"data": Noisy()})
