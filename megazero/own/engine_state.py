@@ -84,7 +84,8 @@ class EngineState:
         self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         self._lists = step_lists(run, grid.at.pp, self.state.shape)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
-        masters = self.dtype.itemsize <= 2 or brings_parameters(run.parallel, run.offload)
+        rounded = self.dtype.itemsize <= 2 or run.parallel.zero_quantized_weights
+        masters = rounded or brings_parameters(run.parallel, run.offload)
         self._trained = TrainedParameters(self._units(), unused=model.unused, masters=masters)
         opening.leave_first()
 

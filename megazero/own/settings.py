@@ -22,6 +22,7 @@ USED = frozenset(
     seed pp virtual_stages pipeline_schedule partition device backend distributed_timeout_minutes
     recompute_granularity zero_stage zero_shard_size bucket_size overlap late_update grad_reduce_dtype
     zero3_gathered_bytes zero3_regather zero3_persist_below
+    zero_quantized_weights zero_quantized_gradients zero_gradient_error_feedback
     offload_optimizer offload_gradients offload_params nvme_path nvme_buffer_bytes micro_batch_order vertical_group_size
     precision optimizer weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum
     loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis

@@ -48,6 +48,34 @@ def test_an_evaluation_may_come_before_the_first_step() -> None:
         assert evaluated == pytest.approx(first, rel=1e-12) and second < first
 
 
+QUANTIZED: Mapping[str, dict[str, Any]] = {
+    "weights": {"zero_quantized_weights": True, "zero_stage": 3},
+    "weights that stay": {"zero_quantized_weights": True, "zero_stage": 1},
+    "gradients": {"zero_quantized_gradients": "int8", "zero_stage": 2},
+    "gradients with feedback": {
+        "zero_quantized_gradients": "int4",
+        "zero_gradient_error_feedback": True,
+        "zero_stage": 3,
+        "zero_shard_size": 2,
+    },
+}
+
+
+def quantized(rank: int, name: str) -> Trained:
+    return trained_with(CASES["vision"], {**RULE, **QUANTIZED[name]})
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_messages_lose_little(name: str) -> None:
+    """And something: they are in use. All ranks have the same weights."""
+    ranks, expected = run_ranks(4, quantized, name), plain(CASES["vision"])
+    losses, right = ([loss for loss, _ in made.numbers] for made in (ranks[0], expected))
+    off = max(abs(a / b - 1) for a, b in zip(losses, right, strict=True))
+    assert 1e-7 < off < 0.1
+    for other in ranks[1:]:
+        assert all(torch.equal(value, ranks[0].values[key]) for key, value in other.values.items())
+
+
 def losses_of(precision: str, run: Mapping[str, Any]) -> list[float]:
     case, dtype = CASES["mlp"], {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
