@@ -1,4 +1,4 @@
-"""Adapters that PEFT puts into a user's modules by the names of linears: trained beside frozen weights in any layout."""
+"""Adapters that PEFT puts into a user's modules by the names of linears, beside frozen weights in any layout."""
 
 from __future__ import annotations
 
