@@ -1,4 +1,4 @@
-"""A causal language model of `transformers` as a list of units: what is in front of its layers, each layer, the rest.
+"""A language model of `transformers` as a list of units: what is in front of its layers, each layer, the rest.
 
 The model's own `forward` stays the only one. A unit runs it with the modules of all other units replaced: those in
 front of the layers make nothing, and a layer of another unit hands on what it gets. So masks, positions and whatever
@@ -21,11 +21,13 @@ from megazero.own.causal_look import (
     blank_embedding,
     layer_forward,
     looked_at,
+    names_taken,
     nothing,
     path_of_layers,
     replaced,
+    without_cache,
 )
-from megazero.own.model import BatchTensors, Model
+from megazero.own.model import BatchTensors, Loss, Model
 from megazero.own.stage import kept_generators
 
 INPUT, LABELS = "input_ids", "labels"
@@ -38,21 +40,26 @@ KEPT = 4
 """Micro-batches of which is kept what the model makes of them for its layers."""
 
 
-def from_transformers(model: nn.Module, *, layers: str | None = None, unused: bool = False) -> Model:
-    """The units of a causal language model of `transformers`, with its own loss: the cross-entropy of each token.
+def from_transformers(
+    model: nn.Module, *, loss: Loss | None = None, layers: str | None = None, unused: bool = False
+) -> Model:
+    """The units of a language model of `transformers`.
 
     model   whose parts are an embedding of tokens, a list of layers, and what follows. Its modules become the engine's
+    loss    as of `Model`, of the model's logits: for a model of any head, such as one that classifies sequences. None:
+            that of a causal model, the cross-entropy of the token behind each one
     layers  the path of the list of layers, such as "model.layers". None: the list as long as its configuration says
     unused  as of `Model`
 
-    A micro-batch has `input_ids` and `labels`, [b, s] each (a label of -100 does not count), and what else the model's
-    `forward` takes. Raises ValueError for a model that is not made so, and says what it does.
+    A micro-batch has `input_ids`, [b, s], and what else the model's `forward` takes. Without `loss` it has `labels`,
+    [b, s], of which -100 does not count; with it, whatever `loss` reads. Raises ValueError for a model that is not made
+    so, and says what it does.
     """
-    skeleton = Skeleton(model, layers)
+    skeleton = Skeleton(model, layers, has_loss=loss is None)
     units: dict[str, nn.Module] = {"embedding": EmbeddingPart(skeleton)}
     units |= {f"layer-{number}": LayerPart(skeleton, number) for number in range(len(skeleton.layers))}
-    units["head"] = HeadPart(skeleton)
-    return Model(units, unused=unused, named_by_unit=False)
+    units["head"] = CausalHeadPart(skeleton) if loss is None else HeadPart(skeleton)
+    return Model(units, loss, unused=unused, named_by_unit=False)
 
 
 def _same(hidden: Tensor, call: LayerCall) -> Tensor:
@@ -72,12 +79,13 @@ class Skeleton:
 
     path           of the list of layers
     layers         the modules in it
+    has_loss       whether its own loss is that of a causal model, which is looked at
     before, after  modules with parameters by path, that are called in front of the layers, and behind them
     width          numbers that a layer makes of a token
     """
 
-    def __init__(self, model: nn.Module, layers: str | None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, layers: str | None, *, has_loss: bool) -> None:
+        self.model, self.has_loss = model, has_loss
         self.path = path_of_layers(model) if layers is None else layers
         layer_list: Any = model
         for name in self.path.split("."):
@@ -94,7 +102,8 @@ class Skeleton:
         self.outside = [module for module in model.modules() if module not in inside]
         for module in self.outside:  # what no unit has, such as the angles of rotary positions
             self._fill_buffers(module)
-        looked = looked_at(model, self.layers, embedding)
+        self._taken = names_taken(model)
+        looked = looked_at(model, self.layers, embedding, has_loss=has_loss)
         self.returns_tuple, self.width = looked.returns_tuple, looked.width
         self.before, self.after = looked.before, looked.after
         self._require_all()
@@ -203,13 +212,16 @@ class Skeleton:
             raise ValueError(f"the micro-batch has no {INPUT!r}: it has {', '.join(batch)}")
         if wrong := [name for name in batch if name in UNITS_OWN]:
             raise ValueError(f"the micro-batch has {wrong[0]!r}, which the units set themselves")
-        given = {name: tensor for name, tensor in batch.items() if name != LABELS}
+        # a loss of the program's own may read what no model takes
+        given = {
+            name: tensor for name, tensor in batch.items() if name != LABELS and (self.has_loss or name in self._taken)
+        }
         places = {
             layer: layer_forward(in_place, returns_tuple=self.returns_tuple)
             for layer, in_place in zip(self.layers, layers, strict=True)
         }
         with replaced({**others, **places}), evaluating(() if training else self.outside):
-            return self.model(use_cache=False, **given)
+            return self.model(**given, **without_cache(self.model))
 
 
 class _ModelPart(nn.Module):
@@ -267,13 +279,20 @@ class LayerPart(_ModelPart):
 
 
 class HeadPart(_ModelPart):
-    """What is behind the layers, and the loss."""
+    """What is behind the layers. It makes logits."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         super().__init__(skeleton, skeleton.after)
 
+    def forward(self, hidden: Tensor, batch: BatchTensors) -> Any:
+        return self._skeleton.logits(hidden, batch, training=self.training)
+
+
+class CausalHeadPart(HeadPart):
+    """What is behind the layers of a causal model, and its loss."""
+
     def forward(self, hidden: Tensor, batch: BatchTensors) -> tuple[Tensor, Tensor]:
-        logits = self._skeleton.logits(hidden, batch, training=self.training)
+        logits = super().forward(hidden, batch)
         if LABELS not in batch:
             raise ValueError(f"the micro-batch has no {LABELS!r}: it has {', '.join(batch)}")
         if batch[LABELS].shape != logits.shape[:-1]:

@@ -62,15 +62,20 @@ class LookedAt:
     width: int
 
 
-def looked_at(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
-    """Look at a model. Raises ValueError with what it does that units cannot do."""
+def looked_at(
+    model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, *, has_loss: bool = True
+) -> LookedAt:
+    """Look at a model. has_loss: whether its own loss has to be that of the units.
+
+    Raises ValueError with what it does that units cannot do.
+    """
     try:
-        return _look(model, layers, embedding)
+        return _look(model, layers, embedding, has_loss)
     except _Different as error:
         raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
 
 
-def _look(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -> LookedAt:
+def _look(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, has_loss: bool) -> LookedAt:
     why = dict[str, Exception]()
     for returns_tuple in (False, True):
         try:
@@ -79,11 +84,15 @@ def _look(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module) -
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
             why["a tuple" if returns_tuple else "a tensor"] = error
         else:
+            if not has_loss:
+                return _compared(model, passes, embedding, returns_tuple)
+            if passes[0].logits.shape[:2] != TRIED:
+                raise _Different(f"its logits of {list(TRIED)} tokens are {list(passes[0].logits.shape)}: say loss=")
             if passes[0].logits.shape[-1] == getattr(model.config, "vocab_size", None):
                 again = partial(_Pass, model, layers, embedding, returns_tuple, 0, labels=True)
                 _require_next_tokens(model, device_of(embedding), again)
             elif (kind := getattr(model, "loss_type", None)) not in (None, CAUSAL):
-                raise _Different(f"its loss is of the kind {kind}, and that of units is {CAUSAL}")
+                raise _Different(f"its loss is of the kind {kind}, and that of units is {CAUSAL}: say loss=")
             return _compared(model, passes, embedding, returns_tuple)
     reasons = "; ".join(f"as {form}: {str(error).splitlines()[0]}" for form, error in why.items())
     raise ValueError(
@@ -137,14 +146,13 @@ class _Pass:
         tokens = torch.arange(TRIED[0] * TRIED[1], device=device).view(TRIED) % table.shape[0]
         self.labels = tokens % 2
         with replaced(places), _ParametersSeen(names):
-            output = model(input_ids=tokens, use_cache=False, **({"labels": self.labels} if labels else {}))
+            output = model(input_ids=tokens, **without_cache(model), **({"labels": self.labels} if labels else {}))
         if getattr(output, "logits", None) is None:
             raise _Different("it returns no logits: it has no head")
         self.logits: Tensor = output.logits
         self.loss: Tensor | None = getattr(output, "loss", None)
-        if self.logits.shape[:2] != TRIED or self.called.count(None) != len(layers):
-            calls = self.called.count(None)
-            raise ValueError(f"{calls} of {len(layers)} layers are called, and logits are {list(self.logits.shape)}")
+        if self.called.count(None) != len(layers):
+            raise ValueError(f"{self.called.count(None)} of {len(layers)} layers are called")
 
     def _noting(self, module: nn.Module, made: Callable[..., Any], scale: float) -> Callable[..., Any]:
         """What stands in the place of a module. scale: of what it makes in front of the last layer, where nothing but
@@ -261,6 +269,18 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(value)
         else:
             yield value
+
+
+def names_taken(model: nn.Module) -> frozenset[str]:
+    """The names of what a model's `forward` takes."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """What has a model keep no keys and values, if it can keep some."""
+    parameters = inspect.signature(model.forward).parameters
+    takes = "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {"use_cache": False} if takes else {}
 
 
 def device_of(embedding: nn.Module) -> torch.device:
