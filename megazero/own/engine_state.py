@@ -21,6 +21,7 @@ from megazero.mpu.p2p import Channels
 from megazero.mpu.parameter import spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import Unit, Units
+from megazero.own.model_steps import ModelSteps
 from megazero.own.opening import Opening
 from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
 from megazero.own.refusals import TrainedParameters, require_alike, require_json
@@ -29,6 +30,9 @@ from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import step_lists
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.train.resume import fill_from_swap
+from megazero.train.state import TrainState
+from megazero.train.whole_steps import SwapStart
 from megazero.zero.actions import UpdateValues
 from megazero.zero.optimizer import ShardedOptimizer, TrainingStepEnd
 from megazero.zero.state import ModelState
@@ -73,14 +77,20 @@ class EngineState:
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
         self.stages = placed.stages
-        opens = None if opening.files is None else opening.files.open
+        files = opening.files
+        if files is not None and opening.beginning is not None:
+            files.owner = ModelSteps(run, grid, placed.inventory, placed.chunks, opening.beginning)
+        opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
         self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, opening.rule)
         self._kept = run.optimizer.moments if opening.rule is None else (*opening.rule.columns,)
         """What a checkpoint has to have of each weight, by the optimizer's own names."""
         self.scaler = LossScaler(run.optimizer, grid.device)
+        self.swapped = None if files is None else files.start
+        """With nvme_checkpoint where swap files lead."""
+        self.steps, self.keeps_files = 0, lambda: False
+        """keeps_files: whether swap files stay when the engine is closed."""
         self._fill(placed.values)
-        self.steps = 0
         self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         self._lists = step_lists(run, grid.at.pp, self.state.shape)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
@@ -101,8 +111,11 @@ class EngineState:
                     whole = values.of(fragment.spec.name).reshape(-1)
                     fragment.weight.copy_(whole[fragment.start : fragment.stop])
 
-        attempt_on_all_ranks(self.grid.world, self.grid.device, fill)
-        self.optimizer.after_load(FILLED)
+        if self.swapped is not None and self.swapped.step is not None:
+            self._go_on(self.swapped)
+        else:
+            attempt_on_all_ranks(self.grid.world, self.grid.device, fill)
+            self.optimizer.after_load(FILLED)
         self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
         values.forget()
 
@@ -110,6 +123,16 @@ class EngineState:
     def inventory(self) -> Sequence[Sequence[ParameterShape]]:
         """The parameters of each unit of the model, wherever they are."""
         return self._placed.inventory
+
+    def _go_on(self, swapped: SwapStart) -> None:
+        """Go on from a step in swap files. A collective of all ranks."""
+        fill_from_swap(self.run, self.train_state, swapped, self.grid)
+        self.steps = swapped.position.iteration
+
+    @property
+    def train_state(self) -> TrainState:
+        """What a step changes."""
+        return TrainState(self.state, self.optimizer, self.scaler, None)
 
     def _units(self) -> list[Unit]:
         """This rank's, in forward order of its chunks."""
@@ -290,7 +313,7 @@ class EngineState:
 
     def close(self) -> None:
         """End the process groups and the lanes of what has left the device. Called by all ranks."""
-        self.state.tiers.close(remove=True)
+        self.state.tiers.close(remove=not self.keeps_files())
         self._opening.close()
 
     def __enter__(self) -> Self:

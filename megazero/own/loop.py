@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
+from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.derive import uses_files
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -18,6 +17,7 @@ from megazero.data.loader import Batches
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan
 from megazero.own.engine import Engine
+from megazero.own.model_steps import Beginning
 from megazero.own.samples import OwnSource, SampleLoader
 from megazero.own.stage import OwnBatch
 from megazero.report.text_blocks import pairs
@@ -27,8 +27,9 @@ from megazero.telemetry.units import count
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.job import deadline_of, save_policy_of
 from megazero.train.logs import Callbacks, CallbackSink, as_config_error, sinks_of, step_log
+from megazero.train.resume import StartPoint
 from megazero.train.run_memory import HostMemory
-from megazero.train.state import TrainingPosition, TrainState
+from megazero.train.state import TrainingPosition
 from megazero.train.swap_files import FileUse
 from megazero.train.trainer import StepValues, Trainer
 from megazero.train.whole_steps import WholeSteps
@@ -92,10 +93,10 @@ class OwnJob:
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """The data of a run: samples to train on, their `contents`, and validation sets by metric."""
+    """The data of a run: samples to train on, validation sets by metric, and from what the run begins."""
 
     train: OwnSource
-    contents: tuple[int, int | None]
+    beginning: Beginning
     valid: Mapping[str, OwnSource]
 
 
@@ -107,55 +108,61 @@ def own_job(model: Engine, data: OwnBatches, signals: StopSignals, callbacks: Ca
     raises.
     """
     run, grid = model.run, model.grid
-    start = find_on_all_ranks(Path(run.checkpoint.load), grid) if run.checkpoint.load else None
-    position = _begin(model, start, data.contents)
+    start = _begin(model, data.beginning)
     checkpoints = model.checkpoints.of(run.checkpoint)
     with as_config_error(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     program = CallbackSink(callbacks, signals)
-    sinks = [*sinks_of(run, grid, position, checkpoints.fence, of_samples=True), program]
+    sinks = [*sinks_of(run, grid, start.position, checkpoints.fence, of_samples=True), program]
     if grid.rank == 0:
-        print(pairs(_introduction(model, data.train, start, position)), flush=True)
+        print(pairs(_introduction(model, data.train, start)), flush=True)
     log = step_log(run, grid, sinks, Rates(0.0, 1, grid.axes.world_size))
 
     def record(position: TrainingPosition) -> dict[str, Any]:
-        return {**model.progress(asdict(position)), CONTENTS: [*data.contents]}
+        return {**model.progress(asdict(position)), CONTENTS: [*data.beginning.samples]}
 
+    whole_steps = WholeSteps(model.state, model.swapped, late=run.parallel.late_update)
+    model.keeps_files = lambda: whole_steps.kept
     trainer = OwnTrainer(
         run,
         grid,
         model.steps_engine,
-        TrainState(model.state, model.optimizer, model.scaler, None),
-        _batches(model, data, position),
+        model.train_state,
+        _batches(model, data, start.position),
         log,
         save_policy_of(run, checkpoints, record, log, program),
-        position,
+        start.position,
         deadline_of(run),
         signals,
-        WholeSteps(model.state, None, late=run.parallel.late_update),
+        whole_steps,
         HostMemory(grid.device),
         model=model,
     )
     return OwnJob(run, grid, trainer, FileUse([*model.state.tiers.stores.values()]))
 
 
-def _begin(model: Engine, start: FoundCheckpoint | None, data: tuple[int, int | None]) -> TrainingPosition:
-    """Fill the state from a checkpoint of a run, or of `Engine.save`; return where training goes on."""
-    if start is None:
-        return TrainingPosition()
-    how = model.run.checkpoint
-    model.load_found(start, weights_only=how.finetune or how.no_load_optim)
+def _begin(model: Engine, beginning: Beginning) -> StartPoint:
+    """Fill the state from a checkpoint of a run, or of `Engine.save`, unless swap files lead to a later step; return
+    where training goes on.
+    """
+    found, how, swapped = beginning.checkpoint, model.run.checkpoint, model.swapped
+    if swapped is not None and swapped.step is not None:
+        model.train_state.restore(swapped.progress)
+        return StartPoint(swapped.position, swapped.words(model.run.offload.nvme_path, found))
+    if found is None:
+        return StartPoint(TrainingPosition(), "from the model's own values", is_read=False)
+    model.load_found(found, weights_only=how.finetune or how.no_load_optim)
     if how.finetune:
-        return TrainingPosition()
-    if (then := start.progress.get(CONTENTS)) is not None:
-        _require_same_data(then, data, start, override=how.override_data)
-        position = TrainingPosition.read(start.progress["about"])
+        return StartPoint(TrainingPosition(), f"weights of {found.path}")
+    if (then := found.progress.get(CONTENTS)) is not None:
+        _require_same_data(then, beginning.samples, found, override=how.override_data)
+        position = TrainingPosition.read(found.progress["about"])
     else:  # of a program's own loop, whose steps count as those of this schedule
-        steps = int(start.progress["steps"])
+        steps = int(found.progress["steps"])
         samples = StepPlan(model.run.schedule).batches.consumed_after(steps)
         position = TrainingPosition(steps, samples, samples)
     model.steps = position.iteration
-    return position
+    return StartPoint(position, f"{found.path}, iteration {position.iteration}")
 
 
 def _require_same_data(
@@ -192,9 +199,7 @@ def _batches(model: Engine, data: OwnBatches, position: TrainingPosition) -> Bat
     return Batches(loader(data.train, end, run.data.num_workers), of_valid, {})
 
 
-def _introduction(
-    model: Engine, train: OwnSource, start: FoundCheckpoint | None, position: TrainingPosition
-) -> list[tuple[str, str]]:
+def _introduction(model: Engine, train: OwnSource, start: StartPoint) -> list[tuple[str, str]]:
     """What the run is, by name."""
     run, axes = model.run, model.grid.axes
     sizes = {each.name: math.prod(each.shape) for unit in model.inventory for each in unit}
@@ -203,10 +208,10 @@ def _introduction(
     length, schedule = StepPlan(run.schedule).total_iterations, run.schedule
     layout = f"dp {axes.dp} x pp {axes.pp}, ZeRO-{run.parallel.zero_stage}, {run.optimizer.precision}"
     batch = f"{schedule.global_batch_size} a step in micro-batches of {schedule.micro_batch_size}"
-    begins = "the first one" if start is None else f"{start.path}, iteration {position.iteration}"
     return [
         ("model", f"{len(model.inventory)} units, {numbers[0]} parameters, of which {numbers[1]} are trained"),
         ("layout", f"{layout} on {axes.world_size} x {model.grid.device.type}"),
         ("data", f"{train.number:,} samples, {batch}"),
-        ("length", f"{length:,} steps, from {begins} on"),
+        ("length", f"{length:,} steps"),
+        ("starts", start.text),
     ]

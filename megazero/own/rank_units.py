@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megazero.config.derive import brings_parameters
+from megazero.config.derive import brings_parameters, whole_steps
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -82,7 +82,7 @@ def _stage(units: Sequence[Unit], numbers: range, model: Units, run: Run, grid: 
         units,
         has_loss=numbers.stop == len(model.units),
         computes_again=again,
-        keeps_buffers=again or grid.replicas.size > 1,
+        keeps_buffers=again or grid.replicas.size > 1 or whole_steps(run.offload),
         device=grid.device,
     )
 

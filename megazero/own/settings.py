@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from megazero.config.derive import whole_steps
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.flags import fields_for_flags
 from megazero.config.lengths import Length, Measure
@@ -36,6 +37,7 @@ USED_BY_LOOP = USED | frozenset(
     eval_interval eval_iters eval_at_start exit_interval exit_duration_in_mins log_interval
     metrics_file tensorboard_dir wandb wandb_group mlflow sinks
     save load save_interval keep_last save_retain_interval async_save finetune no_load_optim override_data
+    nvme_checkpoint
     """.split()
 )
 """Those that megazero's own loop reads."""
@@ -71,6 +73,13 @@ class LoopSettings:
     epoch: int | None
     problems: Sequence[str] = ()
 
+    def in_samples(self, run: Run) -> Run:
+        """A run whose length is in samples if it is in epochs."""
+        if self.epoch is None or run.schedule.epochs is None:
+            return run
+        samples = Length(int(run.schedule.epochs * self.epoch), Measure.SAMPLES)
+        return replace(run, schedule=replace(run.schedule, train_length=samples))
+
 
 def run_of(
     given: Given,
@@ -105,19 +114,16 @@ def run_of(
     if len(precisions) > 1 and "precision" not in source.settings:
         problems.append(f"precision is not set, and the model has parameters of {' and of '.join(precisions)}")
     like = optimizer if kept is None else "adamw"  # whose checks hold for every update of elements
-    settings = {"optimizer": like, "precision": precisions[0], **source.settings}
-    if loop is not None:
-        settings = {"lr": lr, **settings}
-        if "train_length" not in source.settings:
-            problems.append("run has no length: train_iters, train_samples or epochs is needed")
+    of_loop = {} if loop is None else {"lr": lr}
+    settings = {"optimizer": like, "precision": precisions[0], **of_loop, **source.settings}
     if kept is None and settings["optimizer"] != optimizer:
         problems.append(f"optimizer is {optimizer!r}, and {settings['optimizer']!r} in run")
     run = build_run({name: value for name, value in settings.items() if name not in source.bad})
     if kept is not None:
         run = replace(run, optimizer=RuleConfig(**vars(run.optimizer), kept=kept))
-    if loop is not None and loop.epoch is not None and run.schedule.epochs is not None:
-        samples = Length(int(run.schedule.epochs * loop.epoch), Measure.SAMPLES)
-        run = replace(run, schedule=replace(run.schedule, train_length=samples))
+    if loop is not None:
+        run = loop.in_samples(run)
+        problems += _loop_problems(run)
     elsewhere = {name for name, known in run_options().items() if known.section not in looked_at} - AS_BY_DEFAULT
     problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
     problems += _chunk_problems(run, len(model.units))
@@ -126,6 +132,14 @@ def run_of(
     if problems:
         raise ConfigError([*map(fields_for_flags, problems)])
     return run
+
+
+def _loop_problems(run: Run) -> Iterator[str]:
+    """What megazero's own loop lacks."""
+    if run.schedule.train_length is None:
+        yield "run has no length: train_iters, train_samples or epochs is needed"
+    if run.offload.nvme_checkpoint and not whole_steps(run.offload):
+        yield "nvme_checkpoint needs offload_optimizer nvme: no optimizer state rests on disks"
 
 
 def _chunk_problems(run: Run, units: int) -> Iterator[str]:

@@ -40,7 +40,8 @@ class OwnStage(nn.Module):
     has_loss        whether the last of them is the model's last one
     computes_again  whether a backward computes a unit again, of which then its input is kept alone. Of the last unit
                     never: its backward comes at once
-    keeps_buffers   whether a unit may change no buffer: other ranks have the same one, or a unit is computed twice
+    keeps_buffers   whether a unit may change no buffer: other ranks have the same one, a unit is computed twice, or a
+                    step that becomes whole on disks would not have it
     counted         0-dim float64: what the last unit has counted since somebody set it to 0
     """
 
@@ -149,9 +150,9 @@ def require_same_versions(unit: Unit, named: Mapping[str, Tensor], before: Mappi
         same, version = before.get(words, (None, 0))
         if tensor is not same or tensor._version != version:
             raise ValueError(
-                f"unit {unit.name!r} changes {words}{' in place' * (tensor is same)}: other ranks, an optimizer, and a "
-                "forward that is made again with recompute_granularity, have it as it was. A batch norm keeps its "
-                "statistics in evaluation mode"
+                f"unit {unit.name!r} changes {words}{' in place' * (tensor is same)}: other ranks, an optimizer, steps "
+                "on disks, and a forward that is made again with recompute_granularity have it as it was. A batch norm "
+                "keeps its statistics in evaluation mode"
             )
 
 

@@ -6,11 +6,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.checkpoint.manager import find_on_all_ranks
+from megazero.config.derive import whole_steps
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.own import Rows
@@ -19,7 +20,8 @@ from megazero.mpu.meeting import Environment
 from megazero.own.engine import Engine
 from megazero.own.loop import OwnBatches, OwnJob, own_job
 from megazero.own.model import Model
-from megazero.own.opening import made_with, opening_of
+from megazero.own.model_steps import Beginning
+from megazero.own.opening import Opening, opening_of
 from megazero.own.refusals import require_alike
 from megazero.own.samples import Collate, OwnSource, SampleSource
 from megazero.own.settings import LoopSettings
@@ -176,21 +178,32 @@ def _training(
     with (
         settings_of_torch(Environment.read()),
         StopSignals() if handles else nullcontext(StopSignals()) as signals,
-        made_with(opening_of(model, optimizer, None, run, arguments.loop(), signals), partial(Engine, model)) as engine,
+        opening_of(model, optimizer, None, run, arguments.loop(), signals) as opening,
     ):
+        data = _batches_of(opening, arguments)
+        if whole_steps(opening.run.offload):
+            opening.beginning = data.beginning
+        with Engine(model, opening) as engine:
+            with api.naming_fields():
+                job = own_job(engine, data, signals, arguments.given.callbacks)
+            under_way = ModelTraining(job, signals)
+            try:
+                yield under_way
+                under_way.finish()
+            finally:
+                under_way.release()
 
-        def sources() -> tuple[OwnSource, dict[str, OwnSource], tuple[int, int | None]]:
-            train = arguments.train(engine.run)
-            return train, arguments.valid(engine.run), train.contents()
 
-        train, valid, contents = attempt_on_all_ranks(engine.grid.world, engine.grid.device, sources)
-        same = {"have other data: item i is the same on every rank": zlib.crc32(repr(contents).encode())}
-        require_alike(same, engine.grid)
-        with api.naming_fields():
-            job = own_job(engine, OwnBatches(train, contents, valid), signals, arguments.given.callbacks)
-        under_way = ModelTraining(job, signals)
-        try:
-            yield under_way
-            under_way.finish()
-        finally:
-            under_way.release()
+def _batches_of(opening: Opening, arguments: ModelArguments) -> OwnBatches:
+    """The data of a run. A collective of all ranks, which raises ConfigError where ranks have other data."""
+    run, grid, load = opening.run, opening.grid, opening.run.checkpoint.load
+
+    def sources() -> tuple[OwnSource, tuple[int, int | None], dict[str, OwnSource]]:
+        train = arguments.train(run)
+        return train, train.contents(), arguments.valid(run)
+
+    train, contents, valid = attempt_on_all_ranks(grid.world, grid.device, sources)
+    same = {"have other data: item i is the same on every rank": zlib.crc32(repr(contents).encode())}
+    require_alike(same, grid)
+    checkpoint = find_on_all_ranks(Path(load), grid) if load else None
+    return OwnBatches(train, Beginning(checkpoint, contents), valid)

@@ -39,6 +39,7 @@ from megazero.train.run_memory import (
     keep_budgets,
     trace_of_run,
 )
+from megazero.train.run_steps import RunSteps
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
@@ -109,7 +110,9 @@ def build_job(
     keep_budgets(run, grid)
     with ExitStack() as opened:  # swap files, which are removed if a later part fails
         opened.enter_context(explained_out_of_memory(run, grid))
-        files = opened.enter_context(state_files(run, grid, prepared, signals))
+        plans, nccl = prepared.datasets.train.plans, grid.world.is_on_device
+        owner = RunSteps(run, grid.axes, grid.rank, prepared.resumed, plans, nccl)
+        files = opened.enter_context(state_files(run, grid, owner, signals))
         activation_files = opened.enter_context(activation_files_of(run, grid, signals))
         # On the meta device: the model state allocates its columns, and parameters are views of these.
         stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)

@@ -58,7 +58,7 @@ def resume(
     resumed = checkpoints.find()
     beneath = _load_base(run, state, grid)  # which neither checkpoints nor swap files hold
     if swapped is not None and swapped.step is not None:
-        _fill_from_swap(run, state, swapped, grid)
+        fill_from_swap(run, state, swapped, grid)
         words = [swapped.words(run.offload.nvme_path, resumed), *beneath]
         return StartPoint(swapped.position, "; ".join(words))
     if resumed is None:
@@ -78,7 +78,7 @@ def resume(
     return StartPoint(position, "; ".join(words))
 
 
-def _fill_from_swap(run: Run, state: TrainState, swapped: SwapStart, grid: ProcessGrid) -> None:
+def fill_from_swap(run: Run, state: TrainState, swapped: SwapStart, grid: ProcessGrid) -> None:
     """Fill the parameters from the master weights in swap files, and restore what was kept with their step."""
 
     def fill() -> None:

@@ -32,9 +32,8 @@ from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error
-from megazero.train.prepare import Prepared
 from megazero.train.requirements import flag_of
-from megazero.train.whole_steps import SwapStart, swap_start
+from megazero.train.whole_steps import StepOwner, SwapStart, swap_start
 
 DAY = 86_400
 """Seconds."""
@@ -76,15 +75,15 @@ def _paths(run: Run, tier: Tier) -> list[Path]:
 class StateFiles:
     """The files of a run's model state on this rank.
 
-    prepared  whose data and checkpoint a whole step has to fit; None: no step becomes whole on disks
+    owner     what a whole step has to fit; None: no step becomes whole on disks
     token     a word for the names of the job's files, the same on all ranks
     leaving   called if a signal ends the process before the first step
     stores    the files by tier, once `open` has opened them
     start     with --nvme-checkpoint where the swap files lead, once `open` knows
     """
 
-    def __init__(self, run: Run, grid: ProcessGrid, prepared: Prepared | None, signals: StopSignals) -> None:
-        self.run, self.grid, self.prepared, self.leaving = run, grid, prepared, signals.leaving
+    def __init__(self, run: Run, grid: ProcessGrid, owner: StepOwner | None, signals: StopSignals) -> None:
+        self.run, self.grid, self.owner, self.leaving = run, grid, owner, signals.leaving
         self.token = new_token(grid.world, grid.device)[:12]
         self.stores: dict[Tier, Store] = {}
         self.start: SwapStart | None = None
@@ -101,9 +100,8 @@ class StateFiles:
             with as_config_error(_named(self.run, tier)):
                 of_tier = pieces.get(tier, {})
                 if tier is Tier.DISK and whole_steps(self.run.offload):
-                    assert self.prepared is not None, "whole steps are of prepared data"
-                    plans, resumed = self.prepared.datasets.train.plans, self.prepared.resumed
-                    self.start = swap_start(self.run, self.grid, of_tier, self.token, resumed, plans)
+                    assert self.owner is not None, "whole steps are of a loop that goes on from them"
+                    self.start = swap_start(self.owner, self.grid, of_tier, self.token)
                 opens = partial(self._open, tier, of_tier, again)
                 attempt_on_all_ranks(self.grid.world, self.grid.device, opens)
         return self.stores
@@ -122,7 +120,7 @@ class StateFiles:
 
 @contextmanager
 def state_files(
-    run: Run, grid: ProcessGrid, prepared: Prepared | None, signals: StopSignals
+    run: Run, grid: ProcessGrid, owner: StepOwner | None, signals: StopSignals
 ) -> Iterator[StateFiles | None]:
     """A context with the files of a run's model state, which the model state opens; None where nothing of it rests in
     files. If the block fails, or a signal ends the process before the first step, files without a whole step are
@@ -133,7 +131,7 @@ def state_files(
     if not uses_files(run):
         yield None
         return
-    files = StateFiles(run, grid, prepared, signals)
+    files = StateFiles(run, grid, owner, signals)
     try:
         yield files
     except BaseException:

@@ -5,31 +5,23 @@ process is recorded once all of its state is durable.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
 from megazero.checkpoint.manager import FoundCheckpoint
-from megazero.checkpoint.resume_changes import Change, compare, run_from
-from megazero.checkpoint.resume_changes import record_of as record_of_run
-from megazero.config.schema import Run
-from megazero.config.tiers import Tier
 from megazero.disk.lanes import DiskRequest
 from megazero.disk.opening import open_swap, record_of, record_of_others
 from megazero.disk.swap import SwapRecord, SwapSpace
 from megazero.disk.swap_file import CHECKPOINT, PREFIX, DiskError, SwapDamaged, stem_of
 from megazero.mpu import collectives
-from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.rank_state import RankState
 from megazero.telemetry.steplog import StepLog
-from megazero.train.path_checks import start_position
-from megazero.train.same_data import with_present_names
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.zero.portions import flip
 from megazero.zero.state import ModelState
@@ -72,7 +64,7 @@ class SwapStart:
 
 
 @dataclass(frozen=True)
-class _Left:
+class LeftStep:
     """What a rank finds: a record, and whether it is its own. first: it tells of the first step of its files."""
 
     path: Path
@@ -88,39 +80,46 @@ class _Left:
         return self.record.last.step == int(self.about["begun"]) + 1
 
 
-def swap_start(
-    run: Run,
-    grid: ProcessGrid,
-    pieces: Mapping[str, int],
-    token: str,
-    resumed: FoundCheckpoint | None,
-    plans: Sequence[Sequence[int]],
-) -> SwapStart:
-    """Where the swap files in the folders of --nvme-path lead: to the latest step that all ranks have whole, if it is
-    later than the checkpoint of --load.
+class StepOwner(Protocol):
+    """What a step in swap files has to fit: a run with its model and its data, on this rank."""
 
-    pieces  of this rank. token: of a run that begins anew. resumed: the checkpoint. plans: the order of samples
+    @property
+    def folders(self) -> Sequence[Path]:
+        """Those of the files."""
+
+    @property
+    def begins(self) -> int:
+        """The iteration from which the run begins without these files."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What is kept with each of its steps. It has `layout`, the sizes of the grid's axes."""
+
+    def differences(self, left: LeftStep, *, newer: bool) -> tuple[str, Sequence[str]]:
+        """(what the run has by which a step was left, how it differs). No differences: this run goes on from the step.
+        newer: the step is later than `begins`, and would be lost.
+        """
+
+
+def swap_start(owner: StepOwner, grid: ProcessGrid, pieces: Mapping[str, int], token: str) -> SwapStart:
+    """Where the swap files of an owner lead: to the latest step that all ranks have whole, if it is later than the one
+    from which the run begins.
+
+    pieces: of this rank. token: of a run that begins anew
 
     A collective of the world: two all-reduces of a few int64, and a broadcast. Raises DiskError on all ranks where the
     files are another run's, or not those of all ranks.
     """
-    folders = [Path(folder) for folder in run.offload.nvme_path]
-    (begins,) = _least(grid, [start_position(run, resumed)[0]])
-    fresh = {
-        "run": record_of_run(run),
-        "layout": grid.axes.sizes,
-        "contents": RankState(run, grid.axes, grid.at, nccl=grid.world.is_on_device).contents,
-        "job": token,
-        "begun": begins,
-        "data_plans": [list(plan) for plan in plans],
-    }
-    left: _Left | None = None
+    folders = owner.folders
+    (begins,) = _least(grid, [owner.begins])
+    fresh = {**owner.about, "job": token, "begun": begins}
+    left: LeftStep | None = None
 
     def look() -> None:
         nonlocal left
-        left = _left(folders, grid.rank) if pieces else None
+        left = left_of(folders, grid.rank) if pieces else None
         if left is not None:
-            _assert_continues(left, run, fresh, newer=left.record.last.step > begins)
+            require_continues(left, owner, newer=left.record.last.step > begins)
 
     attempt_on_all_ranks(grid.world, grid.device, look)
     common = _Common.of(left, grid, bool(pieces))
@@ -135,26 +134,15 @@ def swap_start(
     return SwapStart({**fresh, "job": about["job"], "begun": about["begun"]}, common.step, about["progress"])
 
 
-def left_problems(
-    run: Run, axes: Axes, ranks: Iterable[int], resumed: FoundCheckpoint | None, *, nccl: bool
-) -> list[str]:
-    """Why ranks of this host cannot go on from the swap files in the folders of --nvme-path, each reason once.
-
-    Reads records alone, and communicates nothing: `swap_start` compares the order of samples and the ranks, too.
-    """
-    folders, begins = [Path(folder) for folder in run.offload.nvme_path], start_position(run, resumed)[0]
-    problems = list[str]()
-    for rank in ranks:
-        state = RankState(run, axes, axes.coordinates(rank), nccl=nccl)
-        now = {"layout": axes.sizes, "contents": state.contents}
-        try:
-            left = _left(folders, rank) if Tier.DISK in state.pieces else None
-            if left is not None:
-                now["data_plans"] = left.about["data_plans"]
-                _assert_continues(left, run, now, newer=left.record.last.step > begins)
-        except DiskError as error:
-            problems.append(f"--nvme-path {' '.join(run.offload.nvme_path)}: {error}")
-    return [*dict.fromkeys(problems)]
+def require_continues(left: LeftStep, owner: StepOwner, *, newer: bool) -> None:
+    """Raise DiskError if a run cannot go on from a step that it would lose otherwise."""
+    what, differs = owner.differences(left, newer=newer)
+    if differs:
+        raise DiskError(
+            f"{left.path}: has iteration {left.record.last.step} of a run with {what} ({'; '.join(differs)}). To go on "
+            "from there: the command of that run with --save DIR, then this one with --load DIR. Or "
+            f"{way_out(owner.folders)}"
+        )
 
 
 class _Common(NamedTuple):
@@ -175,7 +163,7 @@ class _Common(NamedTuple):
     one_run: bool
 
     @classmethod
-    def of(cls, left: _Left | None, grid: ProcessGrid, has_pieces: bool) -> _Common:
+    def of(cls, left: LeftStep | None, grid: ProcessGrid, has_pieces: bool) -> _Common:
         """A collective of the world."""
         has_record = left is not None and left.own
         last = NONE if left is None else left.record.last.step
@@ -195,7 +183,7 @@ class _Common(NamedTuple):
         )
         return cls(step, holder, -latest, step == NONE and not later, least_job == -most_job)
 
-    def check(self, left: _Left | None, folders: Sequence[Path], rank: int, has_pieces: bool) -> None:
+    def check(self, left: LeftStep | None, folders: Sequence[Path], rank: int, has_pieces: bool) -> None:
         """Raise SwapDamaged if this rank does not have the step."""
         if not has_pieces:
             return
@@ -216,58 +204,14 @@ def _least(grid: ProcessGrid, numbers: Sequence[int]) -> list[int]:
     return [int(number) for number in least.tolist()]
 
 
-def _left(folders: Sequence[Path], rank: int) -> _Left | None:
+def left_of(folders: Sequence[Path], rank: int) -> LeftStep | None:
     """The record of this rank; without one that of another rank, which tells whose the files are."""
     with saying_way_out(folders):
         own = record_of(folders, CHECKPOINT, rank)
         other = None if own is not None else record_of_others(folders, CHECKPOINT)
     if own is not None:
-        return _Left(folders[0] / f"{stem_of(CHECKPOINT, rank)}.json", own, own=True)
-    return None if other is None else _Left(*other, own=False)
-
-
-def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: bool) -> None:
-    """Raise DiskError if this run cannot go on from a step that it would lose otherwise. newer: the step is later than
-    the checkpoint from which the run begins.
-    """
-    about, folders = left.about, [Path(folder) for folder in run.offload.nvme_path]
-    # What a flag may allow of a checkpoint comes out as a change, and is refused below: a step goes on as it was begun.
-    as_saved = replace(
-        run.checkpoint, finetune=False, override_batch=True, override_data=True, override_opt_param_scheduler=True
-    )
-    then, today = with_present_names(run_from(about["run"]), run), replace(run, checkpoint=as_saved)
-    comparison = compare(then, today, about["layout"], now["layout"])
-    what, differs = "another model", list(comparison.problems)
-    if not differs and newer:
-        allowed = [replace(change, allowed_by=None) for change in comparison.changes if change.allowed_by]
-        what, differs = "other settings", [*map(str, [*allowed, *_other_base(then, run)])]
-    if not differs and newer and about["data_plans"] != now["data_plans"]:
-        differs = ["another order of samples"]
-    if not differs and newer and left.path.parent != folders[0]:
-        now_in = " ".join(map(str, folders))
-        what, differs = "other folders", [f"nvme-path {' '.join(then.offload.nvme_path)} -> {now_in}"]
-    same = about["contents"] == now["contents"] if left.own else about["layout"] == now["layout"]
-    if not differs and newer and not same:
-        buffers = Change("nvme-buffer-bytes", then.offload.nvme_buffer_bytes, run.offload.nvme_buffer_bytes)
-        what, differs = "another layout", [str(one) for one in (*comparison.changes, buffers) if one.old != one.new]
-        # A value that was given then and is left open now is no change (`resume_changes`).
-        differs = differs or [
-            "its parts have other sizes: --bucket-size, for one, may have been given then or now only"
-        ]
-    if differs:
-        raise DiskError(
-            f"{left.path}: has iteration {left.record.last.step} of a run with {what} ({'; '.join(differs)}). To go on "
-            f"from there: the command of that run with --save DIR, then this one with --load DIR. Or {way_out(folders)}"
-        )
-
-
-def _other_base(then: Run, now: Run) -> list[Change]:
-    """Other weights from which the run has begun, which do not show in its settings."""
-    pairs = {
-        name: (getattr(then.checkpoint, name), getattr(now.checkpoint, name))
-        for name in ("init_from", *(("load",) if now.checkpoint.finetune else ()))
-    }
-    return [Change(name.replace("_", "-"), old, new) for name, (old, new) in pairs.items() if old != new]
+        return LeftStep(folders[0] / f"{stem_of(CHECKPOINT, rank)}.json", own, own=True)
+    return None if other is None else LeftStep(*other, own=False)
 
 
 @contextmanager
