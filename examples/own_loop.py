@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The model of own_plain.py in megazero's own loop. Start it with `python` or with `torchrun`; stop it and start it again."""
+"""The model of own_plain.py in megazero's own loop. Start it with `python` or with `torchrun`."""
 
 import argparse
 import json

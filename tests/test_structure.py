@@ -135,7 +135,7 @@ OTHER_RUNS = {
     "megazero.train.requirements": "smaller shares that would fit, for a message",
     "megazero.train.same_data": "the run of a checkpoint, with the present names of its data",
     "megazero.train.checked": "the run of a checkpoint, with what is not known yet of the present one",
-    "megazero.train.run_steps": "two runs that are compared without the sections that may differ",
+    "megazero.train.whole_steps": "two runs that are compared without the sections that may differ",
     "megazero.own.settings": "the one place for a model of modules",
     "megazero.plan": "runs that a search tries",
     "megazero.convert": "models of other programs",

@@ -7,11 +7,11 @@ import torch
 from bench.contestants.common import Step, rank
 from bench.contestants.megazero_ import build_megazero, step_of
 from bench.workload import Batches, Workload
-from megazero.data.loader import TrainLoader
+from megazero.data.loader import Loader
 from megazero.model.batch import MicroBatch
 
 
-def share_batches(loader: TrainLoader, work: Workload, replica: int) -> None:
+def share_batches(loader: Loader[MicroBatch], work: Workload, replica: int) -> None:
     """Let the loader return the peers' micro-batches of this replica."""
     batches = Batches(work, replica)
 

@@ -44,7 +44,9 @@ class Engine(EngineState):
     def __init__(self, model: Model, opening: Opening) -> None:
         super().__init__(model, opening)
         self._called = model.called_units
-        self.steps_engine = ShapedEngine(self.stages, self._made_for, self._forget_gradients)
+        self.steps_engine = ShapedEngine(
+            self.stages, self._made_for, self._forget_gradients, is_cut=len(self._placed.chunks) > 1
+        )
 
     def step(self, batches: GivenBatches, lr: float | None = None) -> StepResult:
         """Make one optimizer step.
@@ -55,6 +57,7 @@ class Engine(EngineState):
 
         A collective of all ranks. Raises ValueError with a unit's name for what the unit returns.
         """
+        self.require_own_loop("step")
         self.require_as_before()
         self.lr = self.lr if lr is None else learning_rate(lr)
         taken, engine = self._taken(batches), self.steps_engine

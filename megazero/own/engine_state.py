@@ -90,6 +90,8 @@ class EngineState:
         """With nvme_checkpoint where swap files lead."""
         self.steps, self.keeps_files = 0, lambda: False
         """keeps_files: whether swap files stay when the engine is closed."""
+        self.is_of_run = False
+        """Whether megazero's own loop takes the steps."""
         self._fill(placed.values)
         self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         self._lists = step_lists(run, grid.at.pp, self.state.shape)
@@ -171,6 +173,11 @@ class EngineState:
     def require_as_before(self) -> None:
         """Raise ValueError if the program has changed parameters behind the engine's back. Called before each step."""
         self._trained.require_as_before()
+
+    def require_own_loop(self, what: str) -> None:
+        """Raise RuntimeError in a run of megazero's own loop."""
+        if self.is_of_run:
+            raise RuntimeError(f"{what} of the engine of a run: the run takes the steps, and says what it loads")
 
     def count_step(self, lr: float) -> None:
         """Count a step that was made with this learning rate. Raises ValueError behind the first one if a parameter had
@@ -256,14 +263,15 @@ class EngineState:
         A collective of all ranks, of which one file system or several have the folder. Raises as a save of a run does.
         """
         require_json("about", dict(about or {}))
-        return self.checkpoints.save(os.fspath(folder), self.steps, self.progress(dict(about or {})))
+        if (of_run := self.run.checkpoint.save) is not None and Path(of_run).resolve() == Path(folder).resolve():
+            raise ValueError(f"{os.fspath(folder)} is where the run saves: another folder is needed")
+        return self.checkpoints.save(os.fspath(folder), self.steps, *self.to_save(dict(about or {})))
 
-    def progress(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has beside tensors; what is not trained is kept for it. A collective of all ranks, called
-        before each save.
+    def to_save(self, about: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a checkpoint has beside the state: `progress`, and on rank 0 what is not trained. A collective of all
+        ranks.
         """
-        self.checkpoints.hold(dict(self._collected(_is_untrained)))
-        return {
+        progress = {
             "steps": self.steps,
             "lr": self.lr,
             "optimizer_steps": float(self.optimizer.step_count.item()),
@@ -271,6 +279,7 @@ class EngineState:
             "optimizer_keeps": [*self._kept],
             "about": dict(about),
         }
+        return progress, dict(self._collected(_is_untrained))
 
     def load(self, folder: str | os.PathLike[str], *, weights_only: bool = False) -> dict[str, Any] | None:
         """Go on from the newest complete checkpoint in a folder, of any layout and precision, or from the one that the
@@ -281,6 +290,7 @@ class EngineState:
         A collective of all ranks. Raises Damaged, or ValueError with the names that the model or the optimizer does not
         share.
         """
+        self.require_own_loop("load")
         checkpoint = find_on_all_ranks(Path(folder), self.grid)
         if checkpoint is None:
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.derive import uses_files
+from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.loader import Batches
@@ -18,7 +19,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan
 from megazero.own.engine import Engine
 from megazero.own.model_steps import Beginning
-from megazero.own.samples import OwnSource, SampleLoader
+from megazero.own.samples import Contents, OwnSource, SampleLoader
 from megazero.own.stage import OwnBatch
 from megazero.report.text_blocks import pairs
 from megazero.telemetry.record import Rates
@@ -34,7 +35,7 @@ from megazero.train.swap_files import FileUse
 from megazero.train.trainer import StepValues, Trainer
 from megazero.train.whole_steps import WholeSteps
 
-CONTENTS = "own_samples"
+SAMPLES, SCHEDULE = "own_samples", "own_schedule"
 """What `progress` of a run's checkpoint has besides, which `Engine.save` does not know."""
 
 
@@ -109,7 +110,8 @@ def own_job(model: Engine, data: OwnBatches, signals: StopSignals, callbacks: Ca
     """
     run, grid = model.run, model.grid
     start = _begin(model, data.beginning)
-    checkpoints = model.checkpoints.of(run.checkpoint)
+    saving = model.checkpoints.of(run.checkpoint)
+    checkpoints, model.is_of_run = saving.checkpoints, True
     with as_config_error(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     program = CallbackSink(callbacks, signals)
@@ -119,7 +121,9 @@ def own_job(model: Engine, data: OwnBatches, signals: StopSignals, callbacks: Ca
     log = step_log(run, grid, sinks, Rates(0.0, 1, grid.axes.world_size))
 
     def record(position: TrainingPosition) -> dict[str, Any]:
-        return {**model.progress(asdict(position)), CONTENTS: [*data.beginning.samples]}
+        progress, beside = model.to_save(asdict(position))
+        saving.hold(beside)
+        return {**progress, SAMPLES: asdict(data.beginning.samples), SCHEDULE: run_dict(run)["schedule"]}
 
     whole_steps = WholeSteps(model.state, model.swapped, late=run.parallel.late_update)
     model.keeps_files = lambda: whole_steps.kept
@@ -154,38 +158,49 @@ def _begin(model: Engine, beginning: Beginning) -> StartPoint:
     model.load_found(found, weights_only=how.finetune or how.no_load_optim)
     if how.finetune:
         return StartPoint(TrainingPosition(), f"weights of {found.path}")
-    if (then := found.progress.get(CONTENTS)) is not None:
-        _require_same_data(then, beginning.samples, found, override=how.override_data)
+    changed = ""
+    if (then := found.progress.get(SAMPLES)) is not None:
+        _require_same_samples(then, beginning.samples, found, override=how.override_data)
         position = TrainingPosition.read(found.progress["about"])
+        changed = _changed(found.progress[SCHEDULE], run_dict(model.run)["schedule"])
     else:  # of a program's own loop, whose steps count as those of this schedule
         steps = int(found.progress["steps"])
         samples = StepPlan(model.run.schedule).batches.consumed_after(steps)
         position = TrainingPosition(steps, samples, samples)
     model.steps = position.iteration
-    return StartPoint(position, f"{found.path}, iteration {position.iteration}")
+    return StartPoint(position, f"{found.path}, iteration {position.iteration}{changed}")
 
 
-def _require_same_data(
-    then: Sequence[int | None], now: tuple[int, int | None], start: FoundCheckpoint, *, override: bool
-) -> None:
-    number, checksum = then
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The fields of a schedule that a run goes on with otherwise, in words."""
+    fields = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
+    return f"; changed: {', '.join(fields)}" if fields else ""
+
+
+def _require_same_samples(then: Mapping[str, Any], now: Contents, found: FoundCheckpoint, *, override: bool) -> None:
+    """Raise ConfigError where a checkpoint is of other samples, or of another order."""
     other = None
-    if number != now[0]:
-        other = f"data has {now[0]} samples, and had {number}"
-    elif None not in (checksum, now[1]) and checksum != now[1]:
+    if then["number"] != now.number:
+        other = f"data has {now.number} samples, and had {then['number']}"
+    elif None not in (then["checksum"], now.checksum) and then["checksum"] != now.checksum:
         other = "samples of data have other contents"
+    elif then["order"] != now.order:
+        orders = now.order, then["order"]
+        now_in, then_in = ("in order" if order is None else f"shuffled by seed {order}" for order in orders)
+        other = f"samples are {now_in}, and were {then_in}"
     if other is not None and not override:
-        raise ConfigError([f"{start.path}: {other} when it was written; override_data goes on with what is there now"])
+        raise ConfigError([f"{found.path}: {other} when it was written; override_data goes on with what is there now"])
 
 
 def _batches(model: Engine, data: OwnBatches, position: TrainingPosition) -> Batches:
     run, grid = model.run, model.grid
 
-    def loader(source: OwnSource, samples: int, workers: int) -> SampleLoader:
+    def loader(source: OwnSource, samples: int, workers: int, *, seeded: bool) -> SampleLoader:
         return SampleLoader(
             source,
             samples,
             model.words_of_step,
+            seeded=seeded,
             dp_rank=grid.at.dp,
             dp_size=grid.axes.dp,
             micro_batch_size=run.schedule.micro_batch_size,
@@ -194,9 +209,10 @@ def _batches(model: Engine, data: OwnBatches, position: TrainingPosition) -> Bat
         )
 
     end = StepPlan(run.schedule).consumed_at_end(position.iteration, position.consumed_samples)
+    train = loader(data.train, end, run.data.num_workers, seeded=data.beginning.samples.draws)
     evaluated = run.trainer.eval_iters * run.schedule.global_batch_size
-    of_valid = {metric: loader(source, evaluated, 0) for metric, source in data.valid.items()} if evaluated else {}
-    return Batches(loader(data.train, end, run.data.num_workers), of_valid, {})
+    sets = data.valid if evaluated else {}
+    return Batches(train, {metric: loader(source, evaluated, 0, seeded=True) for metric, source in sets.items()}, {})
 
 
 def _introduction(model: Engine, train: OwnSource, start: StartPoint) -> list[tuple[str, str]]:

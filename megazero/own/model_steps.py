@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
+from megazero.own.samples import Contents
 from megazero.own.saved import ParameterShape
 from megazero.train.whole_steps import LeftStep
 
@@ -25,11 +26,11 @@ class Beginning:
     """From what a run begins without swap files.
 
     checkpoint  None: from the model's own values
-    samples     `OwnSource.contents` of the data
+    samples     of the data
     """
 
     checkpoint: FoundCheckpoint | None
-    samples: tuple[int, int | None]
+    samples: Contents
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class ModelSteps:
             "layout": self.grid.axes.sizes,
             "model": hashlib.sha256(model.encode()).hexdigest(),
             "contents": hashlib.sha256(repr(where).encode()).hexdigest(),
-            "data_plans": [[*self.beginning.samples]],
+            "data_plans": asdict(self.beginning.samples),
         }
 
     def differences(self, left: LeftStep, *, newer: bool) -> tuple[str, Sequence[str]]:

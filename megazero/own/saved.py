@@ -53,6 +53,21 @@ class ParameterShape:
         return shard(self.name, self.shape, ParameterKind.MATRIX, state_group=group, keep_whole=self.keep_whole)
 
 
+class OwnSaving:
+    """The checkpoints of one folder, and what is not trained of the save that is under way or comes next.
+
+    make: makes them with a function that writes more into the folder of a checkpoint.
+    """
+
+    def __init__(self, make: Callable[[Callable[[Path], None]], Checkpoints]) -> None:
+        self._beside: dict[str, Tensor] = {}
+        self.checkpoints = make(lambda folder: save_file(self._beside, folder / BESIDE))
+
+    def hold(self, beside: Mapping[str, Tensor]) -> None:
+        """Take what is not trained, for the next save. The save before is over."""
+        self._beside = {name: tensor.contiguous() for name, tensor in beside.items()}
+
+
 @dataclass
 class OwnCheckpoints:
     """Saves and loads the state of an engine. Both are collectives of all ranks.
@@ -68,25 +83,24 @@ class OwnCheckpoints:
     chunks: Sequence[range]
 
     def __post_init__(self) -> None:
-        self._saving: tuple[str, Checkpoints] | None = None
-        self._beside: dict[str, Tensor] = {}
+        self._saving: tuple[str, OwnSaving] | None = None
 
-    def hold(self, beside: Mapping[str, Tensor]) -> None:
-        """Take what is not trained, for the next save."""
-        self._beside = {name: tensor.contiguous() for name, tensor in beside.items()}
+    def save(self, folder: str, steps: int, progress: Mapping[str, Any], beside: Mapping[str, Tensor]) -> Path:
+        """Write a checkpoint into a folder, whose older ones beyond three are deleted; return its path.
 
-    def save(self, folder: str, steps: int, progress: Mapping[str, Any]) -> Path:
-        """Write a checkpoint into a folder, whose older ones beyond three are deleted; return its path."""
+        beside: what is not trained, on rank 0.
+        """
         if self._saving is None or self._saving[0] != folder:
             self._saving = folder, self.of(CheckpointConfig(save=folder))
-            self._saving[1].claim()
-        return self._saving[1].save(steps, dict(progress)).path
+            self._saving[1].checkpoints.claim()
+        self._saving[1].hold(beside)
+        return self._saving[1].checkpoints.save(steps, dict(progress)).path
 
     def load(self, found: FoundCheckpoint, *, weights_only: bool = False) -> dict[str, Tensor]:
         """Fill the state, or its weights alone, from a checkpoint; return what is not trained. Raises Damaged, or
         ValueError with all names that do not fit.
         """
-        self.of(CheckpointConfig(load=str(found.path), no_load_optim=weights_only)).load(found)
+        self.of(CheckpointConfig(load=str(found.path), no_load_optim=weights_only)).checkpoints.load(found)
         read = dict[str, Tensor]()
 
         def read_beside() -> None:
@@ -98,16 +112,15 @@ class OwnCheckpoints:
         attempt_on_all_ranks(self.grid.world, self.grid.device, read_beside)
         return read
 
-    def of(self, cfg: CheckpointConfig) -> Checkpoints:
+    def of(self, cfg: CheckpointConfig) -> OwnSaving:
         """What saves and loads by a configuration. Its folder is not claimed yet. A collective of all ranks."""
         settings = {name: part for name, part in run_dict(self.run).items() if name in SECTIONS}
         token = new_token(self.grid.world, self.grid.device)
         fragments = self._fragments_of_all()
         group = background_group(self.grid) if cfg.async_save else None
-        return Checkpoints(cfg, settings, self.optimizer, fragments, self.grid, token, group, self._write_beside)
-
-    def _write_beside(self, folder: Path) -> None:
-        save_file(self._beside, folder / BESIDE)
+        return OwnSaving(
+            lambda write: Checkpoints(cfg, settings, self.optimizer, fragments, self.grid, token, group, write)
+        )
 
     def _fragments_of_all(self) -> Callable[[], Sequence[Sequence[Any]]]:
         """A function that returns the fragments of every rank, by arithmetic without messages."""

@@ -102,7 +102,10 @@ def run_of(
     Raises ConfigError with everything that is wrong.
     """
     source = settings_of(given)
-    problems = [*(() if loop is None else loop.problems), *source.problems]
+    problems = [*(() if loop is None else loop.problems), *source.problems, *source.length_problems()]
+    if isinstance(given, Run):
+        problems.append("run is a Run, which has fields of families: of a model of modules it is a mapping, or YAML")
+        source.settings.clear()
     used, looked_at = (USED, SECTIONS) if loop is None else (USED_BY_LOOP, SECTIONS_OF_LOOP)
     if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
@@ -123,7 +126,7 @@ def run_of(
         run = replace(run, optimizer=RuleConfig(**vars(run.optimizer), kept=kept))
     if loop is not None:
         run = loop.in_samples(run)
-        problems += _loop_problems(run)
+        problems += () if source.unread or "train_length" in source.bad else _loop_problems(run)
     elsewhere = {name for name, known in run_options().items() if known.section not in looked_at} - AS_BY_DEFAULT
     problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
     problems += _chunk_problems(run, len(model.units))

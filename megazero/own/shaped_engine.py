@@ -16,6 +16,7 @@ from megazero.pipeline.engine import PipelineEngine
 class ShapedEngine:
     """A `pipeline.engine.StepEngine` of a user's stages. All micro-batches of a step have the same shapes.
 
+    is_cut    whether the model is on several stages
     make      makes the engine for micro-batches of the shapes of one
     forget    has the model state forget the gradients that have come
     """
@@ -25,8 +26,10 @@ class ShapedEngine:
         stages: Sequence[OwnStage],
         make: Callable[[OwnBatch], PipelineEngine],
         forget: Callable[[], None],
+        *,
+        is_cut: bool,
     ) -> None:
-        self._stages, self._make, self._forget = tuple(stages), make, forget
+        self._stages, self._make, self._forget, self._is_cut = tuple(stages), make, forget, is_cut
         self._engines: dict[object, PipelineEngine] = {}
 
     @property
@@ -85,6 +88,12 @@ class ShapedEngine:
 
     def _of(self, micro_batches: Sequence[OwnBatch]) -> PipelineEngine:
         shapes = shapes_of(micro_batches[0].tensors)
+        for number, batch in enumerate(micro_batches if self._is_cut else ()):
+            if shapes_of(batch.tensors) != shapes:
+                raise ValueError(
+                    f"micro-batch {number} of a step has other names, shapes or dtypes than the first: the stages of a "
+                    "pipeline send messages of one length. Pad them alike"
+                )
         if shapes not in self._engines:
             self._engines[shapes] = self._make(micro_batches[0])
         return self._engines[shapes]

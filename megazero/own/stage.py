@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
 from megazero.own.model import BatchTensors, OwnUnit, Unit
 from megazero.own.taken_tensors import META, buffer_dtype
+from megazero.system.notes import add_note
 
 PLAIN = tuple, dict
 """The classes of bundles, beside tensors and named tuples."""
@@ -122,7 +123,7 @@ def _named(unit: OwnUnit) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"in unit {unit.name!r} of the model")
+        add_note(error, f"in unit {unit.name!r} of the model")
         raise
 
 

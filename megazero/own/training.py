@@ -23,7 +23,7 @@ from megazero.own.model import Model
 from megazero.own.model_steps import Beginning
 from megazero.own.opening import Opening, opening_of
 from megazero.own.refusals import require_alike
-from megazero.own.samples import Collate, OwnSource, SampleSource
+from megazero.own.samples import Collate, Contents, OwnSource, SampleSource
 from megazero.own.settings import LoopSettings
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.system.extensions import why_not_called
@@ -150,7 +150,7 @@ class ModelArguments:
 
     def train(self, run: Run) -> OwnSource:
         """The samples to train on."""
-        return OwnSource(self.given.train_data, "data", self.collate, run.data.seed if self.shuffle else None)
+        return OwnSource(self.given.train_data, "data", self.collate, run.data.seed, shuffle=self.shuffle)
 
     def valid(self, run: Run) -> dict[str, OwnSource]:
         """The validation sets by metric. Raises ConfigError where one is too short."""
@@ -158,7 +158,7 @@ class ModelArguments:
         sets, problems = dict[str, OwnSource](), []
         for metric, samples in self.given.own_data().valid.items():
             name = "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
-            sets[metric] = OwnSource(samples, name, self.collate)
+            sets[metric] = OwnSource(samples, name, self.collate, run.data.seed)
             if len(samples) < needed:
                 problems.append(
                     f"{name} holds {len(samples)} samples; eval_iters {run.trainer.eval_iters} x global_batch_size "
@@ -198,9 +198,17 @@ def _batches_of(opening: Opening, arguments: ModelArguments) -> OwnBatches:
     """The data of a run. A collective of all ranks, which raises ConfigError where ranks have other data."""
     run, grid, load = opening.run, opening.grid, opening.run.checkpoint.load
 
-    def sources() -> tuple[OwnSource, tuple[int, int | None], dict[str, OwnSource]]:
+    def sources() -> tuple[OwnSource, Contents, dict[str, OwnSource]]:
         train = arguments.train(run)
-        return train, train.contents(), arguments.valid(run)
+        contents = train.contents()
+        if contents.checksum is None and run.parallel.pp > 1:
+            raise ConfigError(
+                [
+                    "data[0] is not the same when it is read twice, with the generators of torch, NumPy and Python "
+                    "seeded alike: the stages of a pipeline, which read it each, would have different samples"
+                ]
+            )
+        return train, contents, arguments.valid(run)
 
     train, contents, valid = attempt_on_all_ranks(grid.world, grid.device, sources)
     same = {"have other data: item i is the same on every rank": zlib.crc32(repr(contents).encode())}

@@ -45,8 +45,8 @@ from megazero.train.placed import room_here
 from megazero.train.requirements import budget_problems, machine_problems, path_problems, room_problems
 from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, contradictions, decided, resolve
 from megazero.train.run_memory import write_memory_trace
-from megazero.train.run_steps import left_problems
 from megazero.train.same_data import saved_run
+from megazero.train.whole_steps import left_problems
 
 _STILL_OPEN = {
     "vocab_size": "vocab_size, which the tokenizer says and could not be read",

@@ -39,13 +39,12 @@ from megazero.train.run_memory import (
     keep_budgets,
     trace_of_run,
 )
-from megazero.train.run_steps import RunSteps
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
 from megazero.train.swap_files import FileUse, activation_files_of, backends, state_files
 from megazero.train.trainer import Trainer
-from megazero.train.whole_steps import WholeSteps
+from megazero.train.whole_steps import RunSteps, WholeSteps
 from megazero.zero.state import ModelState
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import megazero
 from megazero.config.source import ConfigError
+from megazero.own.samples import OwnSource
+from megazero.own.saved import BESIDE
 from megazero.pipeline.engine import PipelineEngine
 from tests.own.models import CASES, RATE, SEED, Batch, Case, Trained, plainly_trained, squared
 from tests.own.training import LAYOUTS, RULE, model_of, require_equal
@@ -105,16 +110,17 @@ def test_a_run_goes_on_over_layouts_with_the_next_sample(tmp_path: Path) -> None
 
 
 def test_each_pass_has_every_sample_once_in_an_order_of_its_own() -> None:
-    from megazero.own.samples import OwnSource
-
     rows = [{"x": torch.tensor(float(number))} for number in range(7)]
-    shuffled = OwnSource(rows, "data", seed=3)
-    passes = [shuffled.batch(range(7 * number, 7 * number + 7))["x"].tolist() for number in range(3)]
+
+    def taken(source: OwnSource, numbers: range) -> list[float]:
+        return source.batch(numbers, seeded=False)["x"].tolist()
+
+    shuffled = OwnSource(rows, "data", seed=3, shuffle=True)
+    passes = [taken(shuffled, range(7 * number, 7 * number + 7)) for number in range(3)]
     assert all(sorted(one) == [0, 1, 2, 3, 4, 5, 6] for one in passes)
     assert passes[0] != passes[1] != passes[2] and passes[0] != sorted(passes[0])
-    across = shuffled.batch(range(5, 9))["x"].tolist()
-    assert across == [*passes[0][5:], *passes[1][:2]]
-    assert OwnSource(rows, "data").batch(range(5, 9))["x"].tolist() == [5, 6, 0, 1]
+    assert taken(shuffled, range(5, 9)) == [*passes[0][5:], *passes[1][:2]]
+    assert taken(OwnSource(rows, "data"), range(5, 9)) == [5, 6, 0, 1]
 
 
 def stopped(rank: int, folder: str) -> tuple[int, str | None]:
@@ -236,7 +242,12 @@ def of_nothing() -> Batch:
     return {}
 
 
-DATA = [{"x": torch.rand(5), "y": torch.rand(()), "counts": torch.tensor(1.0)} for _ in range(24)]
+DRAW = torch.Generator().manual_seed(3)
+DATA = [
+    {"x": torch.rand(5, generator=DRAW), "y": torch.rand((), generator=DRAW), "counts": torch.tensor(1.0)}
+    for _ in range(24)
+]
+MORE = {"more": torch.ones(1)}
 MISTAKES: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no data": ({}, {"data": None}, "data is needed with model"),
     "data without a length": ({}, {"data": iter(DATA)}, "data is .*it lacks __len__"),
@@ -256,6 +267,21 @@ MISTAKES: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a field of families": ({"hidden_size": 5}, {}, "run has hidden_size: a model of modules reads none"),
     "a short validation set": ({}, {"valid_data": DATA[:3]}, "valid_data holds 3 samples; eval_iters 1 x global"),
     "data of families": ({}, {"train_data": DATA}, "train_data is of megazero's families"),
+    "two lengths": ({"train_samples": 8}, {}, "train_iters and .*train_samples say the same thing in two ways"),
+    "lengths in two units": (
+        {"lr_decay_samples": 8},
+        {},
+        "train_iters counts iterations, and .*lr_decay_samples counts",
+    ),
+    "samples of other names": (
+        {},
+        {
+            "data": [
+                {**sample, **({"more": torch.ones(1)} if number == 1 else {})} for number, sample in enumerate(DATA)
+            ]
+        },
+        r"data\[1\] has x, y, counts, more, and data\[0\] has x, y, counts",
+    ),
     "both kinds of weights": ({"finetune": True, "no_load_optim": True, "load": "x"}, {}, "finetune loads weights"),
     "a warm-up longer than the run": ({"lr_warmup_iters": 50}, {}, "lr_warmup_iters 50 is longer than"),
 }
@@ -310,16 +336,113 @@ def test_a_run_goes_on_with_its_own_data(tmp_path: Path) -> None:
 
 
 class Noisy:
-    """Draws in each sample."""
+    """Samples that are drawn, by each generator of the process."""
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> Batch:
-        return {**DATA[index], "x": DATA[index]["x"] + torch.rand(5)}
+        noise = torch.rand(5) + float(np.random.random()) + random.random()  # noqa: NPY002
+        return {**DATA[index], "x": DATA[index]["x"] + noise, "y": DATA[index]["y"] + noise[0]}
 
 
-def test_data_that_draws_has_no_checksum(tmp_path: Path) -> None:
-    save = {"save": tmp_path, "load": tmp_path}
-    begun(save, {"data": Noisy()})
-    begun({**save, "train_iters": 4}, {"data": Noisy()})
+def noisy(rank: int, run: dict[str, Any]) -> list[float]:
+    """The losses of twelve steps, three passes, with a dropout that draws by torch's generator, too."""
+    torch.manual_seed(1)
+    units = [nn.Linear(5, 6), nn.Sequential(nn.Tanh(), nn.Dropout(0.3)), nn.Linear(6, 1)]
+    model = megazero.Model(units, squared, input="x")
+    loop = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 12, "lr": 0.0, "lr_decay_style": "constant"}
+    with megazero.training(model=model, data=Noisy(), run={**loop, **run}) as training:
+        return [float(step.loss) for step in training.steps()]
+
+
+def test_drawn_samples_are_the_same_in_every_layout_and_behind_a_resume(tmp_path: Path) -> None:
+    expected = noisy(0, {})
+    assert len({*expected}) == 12, "each pass has other draws"
+    assert noisy(0, {"num_workers": 2}) == expected, "no thread draws beside the units"
+    for layout in ({"pp": 2}, {"zero_stage": 3}):
+        for made in run_ranks(2, noisy, layout):
+            assert made == pytest.approx(expected, rel=1e-5)
+    saved = {"save": tmp_path, "load": tmp_path}
+    assert [*noisy(0, {**saved, "exit_interval": 5}), *noisy(0, saved)] == expected
+
+
+class Foreign(Noisy):
+    """Samples that no seed of the process knows."""
+
+    def __getitem__(self, index: int) -> Batch:
+        return {**DATA[index], "x": DATA[index]["x"] + float(np.random.default_rng().random())}
+
+
+def with_foreign_data(rank: int, run: dict[str, Any]) -> str:
+    return config_error(lambda: begun(run, {"data": Foreign()}))
+
+
+def test_samples_that_no_seed_knows_are_not_for_stages() -> None:
+    begun({}, {"data": Foreign()})
+    for words in run_ranks(2, with_foreign_data, {"pp": 2}):
+        assert "not the same when it is read twice" in words
+
+
+def test_a_sample_that_raises_is_named() -> None:
+    class Missing(Noisy):
+        def __getitem__(self, index: int) -> Batch:
+            if index == 5:
+                raise FileNotFoundError("x.png")
+            return DATA[index]
+
+    with pytest.raises(FileNotFoundError, match=r"x\.png") as raised:
+        begun({}, {"data": Missing()})
+    assert getattr(raised.value, "__notes__", ["in data[5]"]) == ["in data[5]"]
+
+
+def test_an_order_or_a_schedule_that_changes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = {"save": tmp_path, "load": tmp_path, "seed": 3}
+    begun(saved, {"shuffle": True})
+    with pytest.raises(ConfigError, match="samples are shuffled by seed 4, and were shuffled by seed 3"):
+        begun({**saved, "seed": 4, "train_iters": 3}, {"shuffle": True})
+    with pytest.raises(ConfigError, match="samples are in order, and were shuffled by seed 3"):
+        begun({**saved, "train_iters": 3}, {})
+    capsys.readouterr()
+    begun({**saved, "train_iters": 3, "lr": 0.5}, {"shuffle": True})
+    assert "; changed: train_length 2 iterations -> 3 iterations, lr 0.001 -> 0.5" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_steps_of_a_run_are_the_runs(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    run = settings(case, {"save": tmp_path / "run"})
+    with megazero.training(model=model_of(case), data=Rows(case), run=run) as training:
+        next(training.steps())
+        with pytest.raises(RuntimeError, match="step of the engine of a run"):
+            training.engine.step(case.micro_batch(0, 0))
+        with pytest.raises(RuntimeError, match="load of the engine of a run"):
+            training.engine.load(tmp_path)
+        with pytest.raises(ValueError, match="is where the run saves"):
+            training.engine.save(tmp_path / "run")
+        training.engine.save(tmp_path / "beside")
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, beside enough numbers that a save takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.large = nn.Linear(5, 1), nn.Parameter(torch.zeros(4_000_000))
+        self.forwards: Tensor
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.linear(x) + 0 * self.large.sum()
+
+
+def test_a_save_in_the_background_has_the_buffers_of_its_step(tmp_path: Path) -> None:
+    """Also where the program saves elsewhere meanwhile."""
+    run = {"micro_batch_size": 4, "global_batch_size": 4, "train_iters": 3, "save_interval": 2, "async_save": True}
+    model = megazero.Model([Counting()], squared, input="x")
+    with megazero.training(model=model, data=DATA, run={**run, "save": tmp_path / "run"}) as training:
+        for step in training.steps():
+            if step.iteration == 3:
+                training.engine.save(tmp_path / "beside")
+    kept = {path.parent.name: load_file(path)["0.forwards"] for path in (tmp_path / "run").rglob(BESIDE)}
+    assert {name: float(number) for name, number in kept.items()} == {"iter_0000002": 2, "iter_0000003": 3}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.data.loader import TrainLoader
+from megazero.data.loader import Loader
 from megazero.model.batch import MicroBatch
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.gradient import GradientTarget, Write
@@ -92,7 +92,7 @@ class Way:
 PLAIN = Way()
 
 
-def mask(loader: TrainLoader) -> None:
+def mask(loader: Loader[MicroBatch]) -> None:
     """Have batches with very unequal numbers of predictions: every second sample of a step has none, and the first one.
 
     With micro-batches of one sample and an even number of replicas, some of these have nothing to learn.
