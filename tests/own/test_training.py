@@ -405,7 +405,8 @@ def test_an_order_or_a_schedule_that_changes_is_told(tmp_path: Path, capsys: pyt
         begun({**saved, "train_iters": 3}, {})
     capsys.readouterr()
     begun({**saved, "train_iters": 3, "lr": 0.5}, {"shuffle": True})
-    assert "; changed: train_length 2 iterations -> 3 iterations, lr 0.001 -> 0.5" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "; changed: train_length 2 iterations -> 3 iterations, lr 0.001 -> 0.5" in told
 
 
 def test_the_steps_of_a_run_are_the_runs(tmp_path: Path) -> None:
