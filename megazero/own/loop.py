@@ -149,26 +149,26 @@ def _begin(model: Engine, beginning: Beginning) -> StartPoint:
     """Fill the state from a checkpoint of a run, or of `Engine.save`, unless swap files lead to a later step; return
     where training goes on.
     """
-    found, how, swapped = beginning.checkpoint, model.run.checkpoint, model.swapped
+    checkpoint, how, swapped = beginning.checkpoint, model.run.checkpoint, model.swapped
     if swapped is not None and swapped.step is not None:
         model.train_state.restore(swapped.progress)
-        return StartPoint(swapped.position, swapped.words(model.run.offload.nvme_path, found))
-    if found is None:
+        return StartPoint(swapped.position, swapped.words(model.run.offload.nvme_path, checkpoint))
+    if checkpoint is None:
         return StartPoint(TrainingPosition(), "from the model's own values", is_read=False)
-    model.load_found(found, weights_only=how.finetune or how.no_load_optim)
+    model.load_found(checkpoint, weights_only=how.finetune or how.no_load_optim)
     if how.finetune:
-        return StartPoint(TrainingPosition(), f"weights of {found.path}")
+        return StartPoint(TrainingPosition(), f"weights of {checkpoint.path}")
     changed = ""
-    if (then := found.progress.get(SAMPLES)) is not None:
-        _require_same_samples(then, beginning.samples, found, override=how.override_data)
-        position = TrainingPosition.read(found.progress["about"])
-        changed = _changed(found.progress[SCHEDULE], run_dict(model.run)["schedule"])
+    if (then := checkpoint.progress.get(SAMPLES)) is not None:
+        _require_same_samples(then, beginning.samples, checkpoint, override=how.override_data)
+        position = TrainingPosition.read(checkpoint.progress["about"])
+        changed = _changed(checkpoint.progress[SCHEDULE], run_dict(model.run)["schedule"])
     else:  # of a program's own loop, whose steps count as those of this schedule
-        steps = int(found.progress["steps"])
+        steps = int(checkpoint.progress["steps"])
         samples = StepPlan(model.run.schedule).batches.consumed_after(steps)
         position = TrainingPosition(steps, samples, samples)
     model.steps = position.iteration
-    return StartPoint(position, f"{found.path}, iteration {position.iteration}{changed}")
+    return StartPoint(position, f"{checkpoint.path}, iteration {position.iteration}{changed}")
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -177,7 +177,9 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"; changed: {', '.join(fields)}" if fields else ""
 
 
-def _require_same_samples(then: Mapping[str, Any], now: Contents, found: FoundCheckpoint, *, override: bool) -> None:
+def _require_same_samples(
+    then: Mapping[str, Any], now: Contents, checkpoint: FoundCheckpoint, *, override: bool
+) -> None:
     """Raise ConfigError where a checkpoint is of other samples, or of another order."""
     other = None
     if then["number"] != now.number:
@@ -189,7 +191,8 @@ def _require_same_samples(then: Mapping[str, Any], now: Contents, found: FoundCh
         now_in, then_in = ("in order" if order is None else f"shuffled by seed {order}" for order in orders)
         other = f"samples are {now_in}, and were {then_in}"
     if other is not None and not override:
-        raise ConfigError([f"{found.path}: {other} when it was written; override_data goes on with what is there now"])
+        way_out = "override_data goes on with what is there now"
+        raise ConfigError([f"{checkpoint.path}: {other} when it was written; {way_out}"])
 
 
 def _batches(model: Engine, data: OwnBatches, position: TrainingPosition) -> Batches:
