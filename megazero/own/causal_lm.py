@@ -7,7 +7,7 @@ else a family gives to its layers are what the model itself makes of the micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ class Skeleton:
 
     def __init__(self, model: nn.Module, layers: str | None, *, has_loss: bool) -> None:
         self.model, self.has_loss = model, has_loss
+        self._taken = names_taken(model)
+        _require_one_list(model, self._taken)
         self.path = path_of_layers(model) if layers is None else layers
         layer_list: Any = model
         for name in self.path.split("."):
@@ -102,7 +104,6 @@ class Skeleton:
         self.outside = [module for module in model.modules() if module not in inside]
         for module in self.outside:  # what no unit has, such as the angles of rotary positions
             self._fill_buffers(module)
-        self._taken = names_taken(model)
         looked = looked_at(model, self.layers, embedding, has_loss=has_loss)
         self.returns_tuple, self.width = looked.returns_tuple, looked.width
         self.before, self.after = looked.before, looked.after
@@ -222,6 +223,21 @@ class Skeleton:
         }
         with replaced({**others, **places}), evaluating(() if training else self.outside):
             return self.model(**given, **without_cache(self.model))
+
+
+def _require_one_list(model: nn.Module, taken: Collection[str]) -> None:
+    """Raise ValueError for a model that has more than one list of layers, or takes no tokens."""
+    by_hand, config = "wrap its parts as units of megazero.Model", getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder with a decoder, whose layers all need what the encoder makes: "
+            f"{by_hand}, as examples/own_translation.py does"
+        )
+    named = [name for name in taken if name not in ("args", "kwargs")]
+    if config is not None and named and INPUT not in named:
+        raise ValueError(
+            f"{type(model).__name__} takes {named[0]}, and no {INPUT}: {by_hand}, as examples/own_vision.py does"
+        )
 
 
 class _ModelPart(nn.Module):

@@ -271,9 +271,9 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def names_taken(model: nn.Module) -> frozenset[str]:
+def names_taken(model: nn.Module) -> tuple[str, ...]:
     """The names of what a model's `forward` takes."""
-    return frozenset(inspect.signature(model.forward).parameters)
+    return tuple(inspect.signature(model.forward).parameters)
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
