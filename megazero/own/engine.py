@@ -94,7 +94,8 @@ class Engine(EngineState):
         messages: tuple[MessageSpec, ...] = ()
         if len(self._placed.chunks) > 1:
             messages = boundaries(self._called, self._placed.chunks, batch.tensors, self.dtype)
-        return PipelineEngine(self.stages, self.grid, self._lists, messages, self._channels, self.state.actions)
+        parts = self.stages, self.grid, self._lists, messages, self._channels, self.state.actions
+        return PipelineEngine(*parts, self._activations)
 
     def _forget_gradients(self) -> None:
         self.state.reducer.discard()

@@ -28,7 +28,7 @@ from megazero.own.refusals import TrainedParameters, require_alike, require_json
 from megazero.own.saved import OwnCheckpoints, ParameterShape, kept_in, require_names, require_same_optimizer
 from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.values import InitialValues
-from megazero.pipeline.build import step_lists
+from megazero.pipeline.build import host_activations, step_lists
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.train.resume import fill_from_swap
 from megazero.train.state import TrainState
@@ -94,7 +94,10 @@ class EngineState:
         """Whether megazero's own loop takes the steps."""
         self._fill(placed.values)
         self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
-        self._lists = step_lists(run, grid.at.pp, self.state.shape)
+        # nobody knows yet what a unit keeps for its backward: a share of it that leaves the device is one of the units
+        shape = self.state.shape.keeping([[1] * len(stage.units()) for stage in self.stages])
+        self._lists = step_lists(run, grid.at.pp, shape)
+        self._activations = host_activations(run, grid.device)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
         rounded = self.dtype.itemsize <= 2 or run.parallel.zero_quantized_weights
         masters = rounded or brings_parameters(run.parallel, run.offload)
@@ -324,6 +327,8 @@ class EngineState:
     def close(self) -> None:
         """End the process groups and the lanes of what has left the device. Called by all ranks."""
         self.state.tiers.close(remove=not self.keeps_files())
+        if self._activations is not None:
+            self._activations.close()
         self._opening.close()
 
     def __enter__(self) -> Self:

@@ -30,6 +30,8 @@ USED = frozenset(
     """.split()
 )
 """Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
+OF_UNITS = frozenset({"offload_activations"})
+"""Those that a list of units reads besides, and a module that a program calls does not."""
 USED_BY_LOOP = USED | frozenset(
     """
     micro_batch_size global_batch_size rampup_batch_size train_length num_workers
@@ -107,6 +109,7 @@ def run_of(
         problems.append("run is a Run, which has fields of families: of a model of modules it is a mapping, or YAML")
         source.settings.clear()
     used, looked_at = (USED, SECTIONS) if loop is None else (USED_BY_LOOP, SECTIONS_OF_LOOP)
+    used |= OF_UNITS
     if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
     unread = sorted(name for name in source.settings if name not in used)
@@ -129,7 +132,7 @@ def run_of(
         problems += () if source.unread or "train_length" in source.bad else _loop_problems(run)
     elsewhere = {name for name, known in run_options().items() if known.section not in looked_at} - AS_BY_DEFAULT
     problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
-    problems += _chunk_problems(run, len(model.units))
+    problems += [*_chunk_problems(run, len(model.units)), *_activation_problems(run)]
     if run.parallel.recompute_granularity == "selective":
         problems.append("recompute_granularity is 'selective': of a module nobody knows what is cheap to compute again")
     if problems:
@@ -143,6 +146,23 @@ def _loop_problems(run: Run) -> Iterator[str]:
         yield "run has no length: train_iters, train_samples or epochs is needed"
     if run.offload.nvme_checkpoint and not whole_steps(run.offload):
         yield "nvme_checkpoint needs offload_optimizer nvme: no optimizer state rests on disks"
+
+
+def _activation_problems(run: Run) -> Iterator[str]:
+    """What of a model of modules cannot leave the device."""
+    leaves = run.offload.offload_activations
+    if not leaves:
+        return
+    if leaves.in_files or leaves.units:
+        yield (
+            f"offload_activations is '{leaves}': what a module keeps is not known before it computes, so that it goes "
+            "to host memory ('cpu', or a share of the units, such as 'cpu:0.5')"
+        )
+    if run.parallel.recompute_granularity == "full":
+        yield (
+            "offload_activations with recompute_granularity 'full': of a unit that is computed again its input alone "
+            "is kept, and stays on the device"
+        )
 
 
 def _chunk_problems(run: Run, units: int) -> Iterator[str]:

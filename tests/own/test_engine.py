@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megazero
+from megazero.pipeline.kept import KeptTensors
 from tests.own.models import CASES, MICRO_BATCHES, RATE, Trained, plainly_trained
 from tests.own.training import LAYOUTS, RULE, model_of, require_equal, trained_with
 from tests.ranks import run_ranks
@@ -74,6 +75,37 @@ def test_quantized_messages_lose_little(name: str) -> None:
     assert 1e-7 < off < 0.1
     for other in ranks[1:]:
         assert all(torch.equal(value, ranks[0].values[key]) for key, value in other.values.items())
+
+
+ACTIVATIONS: Mapping[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"offload_activations": "cpu"}),
+    "half of the units": (1, {"offload_activations": "cpu:0.5", "micro_batch_order": "vertical"}),
+    "stages": (2, {"offload_activations": "cpu", "pp": 2, "pipeline_schedule": "gpipe"}),
+    "sharded": (2, {"offload_activations": "cpu", "zero_stage": 3, "late_update": True}),
+}
+
+
+def left_behind(rank: int, model: str, layout: dict[str, Any]) -> tuple[Trained, int]:
+    """What is trained, and how often activations have left the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        copies, copy_of = list[Any](), KeptTensors._copy_of
+
+        def counted(kept: KeptTensors, piece: Any) -> torch.Tensor:
+            copies.append(piece)
+            return copy_of(kept, piece)
+
+        patch.setattr(KeptTensors, "_copy_of", counted)
+        return trained_with(CASES[model], {**RULE, **layout}), len(copies)
+
+
+@pytest.mark.parametrize("model", ["encoder and decoder", "vision"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_wait_in_host_memory(name: str, model: str) -> None:
+    """Losses, norms and weights are plain torch's, and something has left."""
+    ranks, layout = ACTIVATIONS[name]
+    for rank, (made, copies) in enumerate(run_ranks(ranks, left_behind, model, layout)):
+        require_equal(made, plain(CASES[model]), f"{name}, rank {rank}")
+        assert copies > 0
 
 
 def losses_of(precision: str, run: Mapping[str, Any]) -> list[float]:
