@@ -76,6 +76,9 @@ def looked_at(
 
 
 def _look(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, has_loss: bool) -> LookedAt:
+    for name, module in model.named_modules():
+        if (share := getattr(module, "layerdrop", 0.0)) and share > 0:
+            raise _Different(f"{name or 'it'} leaves out layers at random (layerdrop {share})")
     why = dict[str, Exception]()
     for returns_tuple in (False, True):
         try:
@@ -200,12 +203,9 @@ def _compared(model: nn.Module, passes: Sequence[_Pass], embedding: nn.Module, r
     before = {names[embedding]: embedding}
     before |= {names[module]: module for module in first.called[:start] if module is not None}
     after = {names[module]: module for module in first.called[start:] if module is not None}
-    return LookedAt(
-        returns_tuple,
-        before,
-        {name: module for name, module in after.items() if name not in before},
-        first.calls[0].hidden.shape[-1],
-    )
+    if both := sorted(before.keys() & after.keys()):
+        raise _Different(f"it calls {both[0]} in front of the layers and behind them")
+    return LookedAt(returns_tuple, before, after, first.calls[0].hidden.shape[-1])
 
 
 def _require_next_tokens(model: nn.Module, device: torch.device, labelled: Callable[[], _Pass]) -> None:

@@ -74,12 +74,14 @@ class EngineState:
             "begin with other values: seed torch alike on all of them": values_digest(model),
         }
         require_alike(digests, grid)
+        untrained = values_digest(model, trained=False)
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
         self.stages = placed.stages
         files = opening.files
         if files is not None and opening.beginning is not None:
-            files.owner = ModelSteps(run, grid, placed.inventory, placed.chunks, opening.beginning)
+            rule = "" if opening.rule is None else opening.rule.words
+            files.owner = ModelSteps(run, grid, placed.inventory, placed.chunks, opening.beginning, rule, untrained)
         opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
         self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, opening.rule)
@@ -305,7 +307,8 @@ class EngineState:
         """Go on from a checkpoint that all ranks have found. Otherwise as `load`."""
         if not weights_only:
             require_same_optimizer(kept_in(checkpoint), self._kept)
-        self._put_untrained(self.checkpoints.load(checkpoint, weights_only=weights_only))
+        self.checkpoints.load(checkpoint, weights_only=weights_only)
+        self.load_untrained(checkpoint)
         if weights_only:
             return
         progress = checkpoint.progress
@@ -314,8 +317,9 @@ class EngineState:
         self.scaler.load_state_dict(progress["loss_scale"])
 
     @torch.no_grad()
-    def _put_untrained(self, read: Mapping[str, Tensor]) -> None:
-        """Set frozen parameters and buffers to what a checkpoint has."""
+    def load_untrained(self, checkpoint: FoundCheckpoint) -> None:
+        """Set frozen parameters and buffers to what a checkpoint has. A collective of all ranks."""
+        read = self.checkpoints.untrained(checkpoint)
         every = (named for unit in self._placed.units for named in unit.tensors())
         require_names(read, {name: tensor.shape for name, tensor in every if _is_untrained(tensor)})
         self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype))

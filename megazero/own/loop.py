@@ -152,6 +152,8 @@ def _begin(model: Engine, beginning: Beginning) -> StartPoint:
     checkpoint, how, swapped = beginning.checkpoint, model.run.checkpoint, model.swapped
     if swapped is not None and swapped.step is not None:
         model.train_state.restore(swapped.progress)
+        if checkpoint is not None:  # a step on disks has what is trained alone
+            model.load_untrained(checkpoint)
         return StartPoint(swapped.position, swapped.words(model.run.offload.nvme_path, checkpoint))
     if checkpoint is None:
         return StartPoint(TrainingPosition(), "from the model's own values", is_read=False)

@@ -39,6 +39,8 @@ class ModelSteps:
 
     inventory  the parameters of each unit
     chunks     the units of each model chunk
+    rule       an optimizer of torch in words; "": it is one of ours
+    untrained  a digest of frozen parameters and buffers with which the program begins
     """
 
     run: Run
@@ -46,6 +48,8 @@ class ModelSteps:
     inventory: Sequence[Sequence[ParameterShape]]
     chunks: Sequence[range]
     beginning: Beginning
+    rule: str
+    untrained: int
 
     @property
     def folders(self) -> Sequence[Path]:
@@ -64,6 +68,9 @@ class ModelSteps:
         return {
             "run": {name: sections[name] for name in SECTIONS},
             "layout": self.grid.axes.sizes,
+            "optimizer": self.rule,
+            # what is not trained is the checkpoint's, if there is one
+            "untrained": self.untrained if self.beginning.checkpoint is None else None,
             "model": hashlib.sha256(model.encode()).hexdigest(),
             "contents": hashlib.sha256(repr(where).encode()).hexdigest(),
             "data_plans": asdict(self.beginning.samples),
@@ -78,8 +85,12 @@ class ModelSteps:
             return "", []
         if changes := [*_changes(then["run"], now["run"])]:
             return "other settings", changes
+        if then["optimizer"] != now["optimizer"]:
+            return "another optimizer", [f"{then['optimizer']} -> {now['optimizer']}"]
         if then["data_plans"] != now["data_plans"]:
             return "other settings", ["other samples"]
+        if then["untrained"] != now["untrained"]:
+            return "another model", ["other values of what is not trained"]
         if left.path.parent != self.folders[0]:
             return "other folders", [f"{left.path.parent} -> {self.folders[0]}"]
         if then["layout"] != now["layout"] or (left.own and then["contents"] != now["contents"]):

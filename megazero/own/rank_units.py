@@ -165,11 +165,14 @@ def structure_digest(model: Units) -> int:
     return digest
 
 
-def values_digest(model: Units) -> int:
+def values_digest(model: Units, *, trained: bool = True) -> int:
     """What is equal where models begin with the same values. All of them are read; of what is on the meta device
     torch's seed counts, which makes them.
+
+    trained: whether parameters that are trained count, too
     """
-    tensors = {name: tensor for unit in model.units for name, tensor in unit.tensors()}
+    every = (named for unit in model.units for named in unit.tensors())
+    tensors = {name: tensor for name, tensor in every if trained or not tensor.requires_grad}
     blank = any(tensor.is_meta for tensor in tensors.values())
     digest = zlib.crc32(str(torch.initial_seed() if blank else 0).encode())
     for tensor in tensors.values():

@@ -2,7 +2,7 @@
 
 A sample may be drawn, by the generators of torch, NumPy and Python that are one for the process. They are seeded in
 front of each sample, by its number in the run, and are as before behind it: so a drawn sample is the same on every rank
-and after a resume, and another one in the next pass.
+and after a resume, and another one in the next pass. So is what draws where samples become a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megazero.data.loader import Loader
 from megazero.data.own import marked
 from megazero.own.model import BatchTensors
 from megazero.own.stage import OwnBatch
-from megazero.system.generators import generator_states, generators_kept, seed_generators
+from megazero.system.generators import NoDraws, generator_states, generators_kept, seed_generators
 from megazero.system.notes import add_note
 
 Collate = Callable[[list[Any]], BatchTensors]
@@ -80,21 +80,25 @@ class OwnSource:
         self._order = lru_cache(2)(self._order_of)  # of the pass under way, and of the next
 
     def batch(self, numbers: Sequence[int], *, seeded: bool) -> dict[str, Tensor]:
-        """The micro-batch of these samples of the run. seeded: whether generators of the process are seeded for it, in
-        which case no other thread may use them.
+        """The micro-batch of these samples of the run.
+
+        seeded: whether generators of the process are seeded for it, in which case no other thread may use them. If not,
+        what draws by torch's is an error
         """
         places = [self._place(number) for number in numbers]
         if not seeded:
-            return self._collated(places, [self._sample(place) for place in places])
+            with NoDraws(f"a sample of {self.name} among {places}"):
+                return self._collated(places, [self._sample(place) for place in places])
         with generators_kept():
             samples = []
             for number, place in zip(numbers, places, strict=True):
-                seed_generators(zlib.crc32(f"{self._seed} sample {number}".encode()))
+                self._seed_by(f"sample {number}")
                 samples.append(self._sample(place))
+            self._seed_by(f"micro-batch of sample {numbers[0]}")
             return self._collated(places, samples)
 
-    def contents(self) -> Contents:
-        """Read some samples to know the data set by them."""
+    def contents(self, size: int) -> Contents:
+        """Read some samples, and a micro-batch of this size, to know the data set by them."""
         draws, checksums = False, list[int]()
         for place in [0, *marked(self.number)]:
             with generators_kept():
@@ -102,8 +106,15 @@ class OwnSource:
                 before = generator_states()
                 checksums.append(_checksum(self._sample(place), checksums[-1] if len(checksums) > 1 else 0))
                 draws |= before != generator_states()
+        with generators_kept():
+            before = generator_states()
+            self._collated(places := [place % self.number for place in range(size)], [*map(self._sample, places)])
+            draws |= before != generator_states()
         is_fixed = checksums[0] == checksums[1]  # the first one is read twice
         return Contents(self.number, checksums[-1] if is_fixed else None, self._seed if self._shuffle else None, draws)
+
+    def _seed_by(self, words: str) -> None:
+        seed_generators(zlib.crc32(f"{self._seed} {words}".encode()))
 
     def _place(self, number: int) -> int:
         done, place = divmod(number, self.number)
@@ -175,14 +186,15 @@ class SampleLoader(Loader[OwnBatch]):
 
     samples  number of samples of the whole run
     when     words for the step under way, beside which micro-batches have numbers: what units draw depends on them
-    seeded   whether samples are drawn. Then nothing is read ahead: units draw by the same generators meanwhile
+    seeded   whether samples are drawn. Then nothing is read ahead: units draw by the same generators meanwhile. With
+             num_workers 0 they are seeded, too
     """
 
     def __init__(
         self, source: OwnSource, samples: int, when: Callable[[], str], *, seeded: bool, num_workers: int, **how: Any
     ) -> None:
         super().__init__(samples, num_workers=0 if seeded else num_workers, **how)
-        self._source, self._when, self._seeded = source, when, seeded
+        self._source, self._when, self._seeded = source, when, seeded or num_workers == 0
 
     def micro_batches(self, consumed_samples: int, global_batch: int) -> list[OwnBatch]:
         """See `Loader.micro_batches`."""

@@ -96,11 +96,14 @@ class OwnCheckpoints:
         self._saving[1].hold(beside)
         return self._saving[1].checkpoints.save(steps, dict(progress)).path
 
-    def load(self, found: FoundCheckpoint, *, weights_only: bool = False) -> dict[str, Tensor]:
-        """Fill the state, or its weights alone, from a checkpoint; return what is not trained. Raises Damaged, or
-        ValueError with all names that do not fit.
+    def load(self, found: FoundCheckpoint, *, weights_only: bool = False) -> None:
+        """Fill the state, or its weights alone, from a checkpoint. Raises Damaged, or ValueError with all names that do
+        not fit.
         """
         self.of(CheckpointConfig(load=str(found.path), no_load_optim=weights_only)).checkpoints.load(found)
+
+    def untrained(self, found: FoundCheckpoint) -> dict[str, Tensor]:
+        """What a checkpoint has that is not trained. Raises Damaged."""
         read = dict[str, Tensor]()
 
         def read_beside() -> None:

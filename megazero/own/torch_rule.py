@@ -39,6 +39,7 @@ class TorchRule:
     """The update of ranges by an optimizer of torch; a `zero.optimizer.Rule`.
 
     lr       the learning rate that it was made with
+    words    its class and its other options
     columns  of the model state, by its own names of its state tensors
 
     Raises ConfigError for an optimizer that ranges cannot have, and says why.
@@ -61,6 +62,8 @@ class TorchRule:
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError([f"optimizer makes a {type(made).__name__}: a torch.optim.Optimizer is needed"])
         self.name = type(made).__name__
+        options = {name: value for name, value in made.param_groups[0].items() if name not in ("params", "lr")}
+        self.words = f"{self.name}({', '.join(f'{name}={value}' for name, value in sorted(options.items()))})"
         if len(made.param_groups) != 1 or len(made.param_groups[0]["params"]) != len(parameters):
             raise self._refused(
                 f"it makes {len(made.param_groups)} groups of parameters, and ranges of all parameters have one"

@@ -200,7 +200,7 @@ def _batches_of(opening: Opening, arguments: ModelArguments) -> OwnBatches:
 
     def sources() -> tuple[OwnSource, Contents, dict[str, OwnSource]]:
         train = arguments.train(run)
-        contents = train.contents()
+        contents = train.contents(run.schedule.micro_batch_size)
         if contents.checksum is None and run.parallel.pp > 1:
             raise ConfigError(
                 [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 def generator_states() -> tuple[object, ...]:
@@ -33,3 +35,33 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(of_torch)
         np.random.set_state(of_numpy)  # noqa: NPY002
         random.setstate(of_python)
+
+
+DRAWING = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ "
+    "normal_ bernoulli_ random_ exponential_ geometric_ log_normal_ cauchy_ dropout dropout_ alpha_dropout "
+    "feature_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax trunc_normal_".split()
+)
+"""Functions of torch that draw by its generator where no other one is named."""
+
+
+class NoDraws(TorchFunctionMode):
+    """A context of this thread in which a draw by torch's generator is an error. words: of what draws."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self._words = words
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in DRAWING and kwargs.get("generator") is None:
+            raise DrawnUnseen(
+                f"{self._words} draws by torch's generator ({func.__name__}), and those that were looked at do not: "
+                "threads that read ahead would disturb other draws. With num_workers 0 samples are read, and seeded, "
+                "between steps"
+            )
+        return func(*args, **kwargs)
+
+
+class DrawnUnseen(RuntimeError):
+    """Something draws that nobody has expected to."""

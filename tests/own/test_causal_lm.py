@@ -242,6 +242,7 @@ class Family(nn.Module):
     def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
         first = hidden = self.words(input_ids)
         hidden = hidden * self.gains[0] if "list" in self.more else hidden
+        hidden = self.norm(hidden) if "twice" in self.more else hidden
         hidden = hidden * self.gain if "itself" in self.more else hidden
         scale = first.mean(-1, keepdim=True) if "argument" in self.more else None
         scale = self.middle(torch.ones(8)) if "frozen argument" in self.more else scale
@@ -266,6 +267,7 @@ UNCUT: Mapping[str, str] = MappingProxyType(
         "skips": "cannot be cut into units: what follows the layers reads more than what the last one makes",
         "an argument": MORE,
         "a frozen argument": MORE,
+        "a norm twice": "it calls norm in front of the layers and behind them",
         "a list": r"it uses gains\.0 elsewhere than in a module that it calls",
         "the model itself": "it uses gain elsewhere than in a module that it calls",
         "a table": r"it uses words\.weight elsewhere than in a module that it calls",

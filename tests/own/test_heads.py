@@ -116,6 +116,12 @@ def test_a_model_of_other_parts_is_named(kind: str, config: str, message: str) -
         megazero.from_transformers(model, loss=entropy)
 
 
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    config = transformers.OPTConfig(**{**HEADS, "ffn_dim": 20, "num_labels": CLASSES, "layerdrop": 0.1})
+    with pytest.raises(ValueError, match=r"leaves out layers at random \(layerdrop 0.1\)"):
+        megazero.from_transformers(transformers.OPTForSequenceClassification(config), loss=entropy)
+
+
 def test_a_loss_gets_what_the_model_does_not_take() -> None:
     """And a name that neither takes is no error: the program's own loss reads what it likes."""
     seen = list[Batch]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -166,3 +167,54 @@ def test_without_optimizer_state_on_disks_there_are_no_steps(tmp_path: Path) -> 
         megazero.training(model=model_of(case), data=Rows(case), run=settings(case, {"nvme_checkpoint": True})),
     ):
         pass
+
+
+def with_frozen(value: float) -> megazero.Model:
+    """A model with a frozen layer, whose values are the program's own."""
+    units = CASES["mlp"].built()
+    for parameter in units[2].parameters():
+        parameter.requires_grad_(False)
+        torch.nn.init.constant_(parameter, value)
+    return megazero.Model(units, squared)
+
+
+def losses_of(value: float, run: dict[str, Any], dies: int = 0) -> dict[int, float]:
+    case, losses = CASES["mlp"], dict[int, float]()
+    try:
+        with megazero.training(model=with_frozen(value), data=Rows(case), run=run) as training:
+            for step in training.steps():
+                losses[step.iteration] = float(step.loss)
+                if step.iteration == dies:
+                    raise Died
+    except Died:
+        pass
+    return losses
+
+
+def test_frozen_parameters_are_those_of_the_checkpoint_or_of_the_same_program(tmp_path: Path) -> None:
+    """A step on disks has what is trained alone."""
+    disks = {"offload_optimizer": "nvme", "nvme_path": [str(tmp_path / "disks")], "nvme_checkpoint": True}
+    run = settings(CASES["mlp"], {"precision": "fp64"})
+    (tmp_path / "disks").mkdir()
+    losses_of(0.3, {**run, "save": tmp_path / "base", "exit_interval": 2})
+    begun = {**run, "load": tmp_path / "base"}
+    undisturbed = losses_of(0.1, begun)
+    before, behind = losses_of(0.1, {**begun, **disks}, dies=5), losses_of(0.1, {**begun, **disks})
+    assert [*before] == [3, 4, 5] and min(behind) > 3 and before | behind == undisturbed
+    losses_of(0.1, {**run, **disks}, dies=3)
+    with pytest.raises((ConfigError, DiskError), match="other values of what is not trained"):
+        losses_of(0.2, {**run, **disks})
+
+
+def test_another_optimizer_of_torch_does_not_go_on(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    given = {name: value for name, value in settings(case, {}).items() if not name.startswith(("adam", "weight"))}
+    disks = {"offload_optimizer": "nvme", "nvme_path": [str(tmp_path)], "nvme_checkpoint": True}
+    momentum = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    for optimizer in (momentum, functools.partial(torch.optim.RMSprop, lr=0.01)):
+        whole = megazero.training(model=model_of(case), data=Rows(case), optimizer=optimizer, run={**given, **disks})
+        with pytest.raises(Died if optimizer is momentum else (ConfigError, DiskError)) as raised, whole as training:
+            next(steps := training.steps())
+            next(steps)
+            raise Died
+    assert "another optimizer (SGD(" in str(raised.value) and "-> RMSprop(" in str(raised.value)

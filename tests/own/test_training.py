@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.config.source import ConfigError
+from megazero.data.own import marked
 from megazero.own.samples import OwnSource
 from megazero.own.saved import BESIDE
 from megazero.pipeline.engine import PipelineEngine
@@ -371,6 +372,44 @@ def test_drawn_samples_are_the_same_in_every_layout_and_behind_a_resume(tmp_path
             assert made == pytest.approx(expected, rel=1e-5)
     saved = {"save": tmp_path, "load": tmp_path}
     assert [*noisy(0, {**saved, "exit_interval": 5}), *noisy(0, saved)] == expected
+
+
+def drawing(samples: list[Batch]) -> Batch:
+    """A collate that hides some numbers, as for masked words."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return {**batch, "x": batch["x"] * (torch.rand(len(samples), 5) > 0.3) * float(np.random.random())}  # noqa: NPY002
+
+
+def hidden_by_collate(rank: int, run: dict[str, Any]) -> list[float]:
+    torch.manual_seed(1)
+    units = [nn.Linear(5, 6), nn.Sequential(nn.Tanh(), nn.Dropout(0.3)), nn.Linear(6, 1)]
+    loop = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 5, "lr": 0.0, "lr_decay_style": "constant"}
+    model = megazero.Model(units, squared, input="x")
+    with megazero.training(model=model, data=DATA, collate=drawing, run={**loop, **run}) as training:
+        return [float(step.loss) for step in training.steps()]
+
+
+def test_what_a_collate_draws_is_the_same_in_every_layout() -> None:
+    expected = hidden_by_collate(0, {})
+    assert expected == hidden_by_collate(0, {"num_workers": 3})
+    for layout in ({"pp": 2}, {"zero_stage": 1}):
+        for made in run_ranks(2, hidden_by_collate, layout):
+            assert made == pytest.approx(expected, rel=1e-5)
+
+
+class Seldom(Noisy):
+    """One sample draws, which is none of those that are looked at."""
+
+    def __getitem__(self, index: int) -> Batch:
+        return super().__getitem__(index) if index == 2 else DATA[index]
+
+
+def test_a_sample_that_draws_unseen_is_named() -> None:
+    """A thread would draw it beside the draws of units. Without threads it is seeded."""
+    assert 2 not in marked(len(DATA))
+    with pytest.raises(RuntimeError, match=r"data among \[2, 3\] draws by torch's generator \(rand\)"):
+        begun({}, {"data": Seldom()})
+    begun({"num_workers": 0}, {"data": Seldom()})
 
 
 class Foreign(Noisy):
