@@ -74,7 +74,7 @@ class EngineState:
             "begin with other values: seed torch alike on all of them": values_digest(model),
         }
         require_alike(digests, grid)
-        untrained = values_digest(model, trained=False)
+        untrained = 0 if opening.beginning is None else values_digest(model, trained=False)
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
         self.stages = placed.stages
@@ -90,8 +90,9 @@ class EngineState:
         self.scaler = LossScaler(run.optimizer, grid.device)
         self.swapped = None if files is None else files.start
         """With nvme_checkpoint where swap files lead."""
-        self.steps, self.keeps_files = 0, lambda: False
-        """keeps_files: whether swap files stay when the engine is closed."""
+        self.steps = 0
+        self.keeps_files: Callable[[], bool] = lambda: False
+        """Whether swap files stay when the engine is closed."""
         self.is_of_run = False
         """Whether megazero's own loop takes the steps."""
         self._fill(placed.values)

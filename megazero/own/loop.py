@@ -19,7 +19,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan
 from megazero.own.engine import Engine
 from megazero.own.model_steps import Beginning
-from megazero.own.samples import Contents, OwnSource, SampleLoader
+from megazero.own.samples import OwnSource, SampleContents, SampleLoader
 from megazero.own.stage import OwnBatch
 from megazero.report.text_blocks import pairs
 from megazero.telemetry.record import Rates
@@ -180,7 +180,7 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _require_same_samples(
-    then: Mapping[str, Any], now: Contents, checkpoint: FoundCheckpoint, *, override: bool
+    then: Mapping[str, Any], now: SampleContents, checkpoint: FoundCheckpoint, *, override: bool
 ) -> None:
     """Raise ConfigError where a checkpoint is of other samples, or of another order."""
     other = None

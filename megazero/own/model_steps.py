@@ -13,7 +13,7 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
-from megazero.own.samples import Contents
+from megazero.own.samples import SampleContents
 from megazero.own.saved import ParameterShape
 from megazero.train.whole_steps import LeftStep
 
@@ -30,7 +30,7 @@ class Beginning:
     """
 
     checkpoint: FoundCheckpoint | None
-    samples: Contents
+    samples: SampleContents
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class SampleSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Contents:
+class SampleContents:
     """By what a checkpoint and other ranks know a data set.
 
     number    of samples
@@ -97,7 +97,7 @@ class OwnSource:
             self._seed_by(f"micro-batch of sample {numbers[0]}")
             return self._collated(places, samples)
 
-    def contents(self, size: int) -> Contents:
+    def contents(self, size: int) -> SampleContents:
         """Read some samples, and a micro-batch of this size, to know the data set by them."""
         draws, checksums = False, list[int]()
         for place in [0, *marked(self.number)]:
@@ -111,7 +111,9 @@ class OwnSource:
             self._collated(places := [place % self.number for place in range(size)], [*map(self._sample, places)])
             draws |= before != generator_states()
         is_fixed = checksums[0] == checksums[1]  # the first one is read twice
-        return Contents(self.number, checksums[-1] if is_fixed else None, self._seed if self._shuffle else None, draws)
+        return SampleContents(
+            self.number, checksums[-1] if is_fixed else None, self._seed if self._shuffle else None, draws
+        )
 
     def _seed_by(self, words: str) -> None:
         seed_generators(zlib.crc32(f"{self._seed} {words}".encode()))

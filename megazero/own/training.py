@@ -23,7 +23,7 @@ from megazero.own.model import Model
 from megazero.own.model_steps import Beginning
 from megazero.own.opening import Opening, opening_of
 from megazero.own.refusals import require_alike
-from megazero.own.samples import Collate, Contents, OwnSource, SampleSource
+from megazero.own.samples import Collate, OwnSource, SampleContents, SampleSource
 from megazero.own.settings import LoopSettings
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.system.extensions import why_not_called
@@ -183,7 +183,9 @@ def _training(
         data = _batches_of(opening, arguments)
         if whole_steps(opening.run.offload):
             opening.beginning = data.beginning
-        with Engine(model, opening) as engine:
+        with api.naming_fields():
+            engine = Engine(model, opening)
+        with engine:
             with api.naming_fields():
                 job = own_job(engine, data, signals, arguments.given.callbacks)
             under_way = ModelTraining(job, signals)
@@ -198,7 +200,7 @@ def _batches_of(opening: Opening, arguments: ModelArguments) -> OwnBatches:
     """The data of a run. A collective of all ranks, which raises ConfigError where ranks have other data."""
     run, grid, load = opening.run, opening.grid, opening.run.checkpoint.load
 
-    def sources() -> tuple[OwnSource, Contents, dict[str, OwnSource]]:
+    def sources() -> tuple[OwnSource, SampleContents, dict[str, OwnSource]]:
         train = arguments.train(run)
         contents = train.contents(run.schedule.micro_batch_size)
         if contents.checksum is None and run.parallel.pp > 1:
