@@ -30,6 +30,7 @@ AXES: Axes = {
     "offload_optimizer": (*TIERS, "cpu:0.4", "nvme:0.6"),
     "offload_gradients": TIERS,
     "offload_params": TIERS,
+    "offload_activations": (None, None, "cpu", "cpu:0.5"),
 }
 
 
@@ -58,6 +59,8 @@ def fit(values: Values) -> Values | None:
         return None
     if made["model"] == "convolutional":
         made["recompute"] = False  # a unit that changes its input cannot be computed again
+    if made["recompute"]:
+        made["offload_activations"] = None  # inputs of units stay
     if made["dp"] < 4 or made["zero_stage"] == 0:
         made["zero_shard_size"] = None
     return made
@@ -70,7 +73,8 @@ def drawn(values: Values) -> Drawn:
         run |= {"pipeline_schedule": values["schedule"], "virtual_stages": virtual_stages}
     if values["recompute"]:
         run["recompute_granularity"] = "full"
-    optional = ("zero_shard_size", "offload_optimizer", "offload_gradients", "offload_params")
+    columns = ("offload_optimizer", "offload_gradients", "offload_params", "offload_activations")
+    optional = ("zero_shard_size", *columns)
     run |= {name: values[name] for name in optional if values[name] is not None}
     return Drawn(values["model"], values["dp"] * values["pp"], run)
 
