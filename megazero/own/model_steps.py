@@ -69,7 +69,7 @@ class ModelSteps:
             "run": {name: sections[name] for name in SECTIONS},
             "layout": self.grid.axes.sizes,
             "optimizer": self.rule,
-            # what is not trained is the checkpoint's, if there is one
+            # None: what is not trained is the checkpoint's
             "untrained": self.untrained if self.beginning.checkpoint is None else None,
             "model": hashlib.sha256(model.encode()).hexdigest(),
             "contents": hashlib.sha256(repr(where).encode()).hexdigest(),
@@ -89,8 +89,8 @@ class ModelSteps:
             return "another optimizer", [f"{then['optimizer']} -> {now['optimizer']}"]
         if then["data_plans"] != now["data_plans"]:
             return "other settings", ["other samples"]
-        if then["untrained"] != now["untrained"]:
-            return "another model", ["other values of what is not trained"]
+        if now["untrained"] not in (None, then["untrained"]):
+            return "another model", ["other values of what is not trained, or from a checkpoint that is gone"]
         if left.path.parent != self.folders[0]:
             return "other folders", [f"{left.path.parent} -> {self.folders[0]}"]
         if then["layout"] != now["layout"] or (left.own and then["contents"] != now["contents"]):

@@ -106,9 +106,10 @@ class OwnSource:
                 before = generator_states()
                 checksums.append(_checksum(self._sample(place), checksums[-1] if len(checksums) > 1 else 0))
                 draws |= before != generator_states()
+        places = [place % self.number for place in range(size)]
         with generators_kept():
             before = generator_states()
-            self._collated(places := [place % self.number for place in range(size)], [*map(self._sample, places)])
+            self._collated(places, [self._sample(place) for place in places])
             draws |= before != generator_states()
         is_fixed = checksums[0] == checksums[1]  # the first one is read twice
         return SampleContents(

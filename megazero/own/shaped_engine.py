@@ -14,7 +14,7 @@ from megazero.pipeline.engine import PipelineEngine
 
 
 class ShapedEngine:
-    """A `pipeline.engine.StepEngine` of a user's stages. All micro-batches of a step have the same shapes.
+    """A `pipeline.engine.StepEngine` of a user's stages. On several stages all micro-batches of a step have one shape.
 
     is_cut    whether the model is on several stages
     make      makes the engine for micro-batches of the shapes of one

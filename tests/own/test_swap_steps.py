@@ -206,6 +206,19 @@ def test_frozen_parameters_are_those_of_the_checkpoint_or_of_the_same_program(tm
         losses_of(0.2, {**run, **disks})
 
 
+def test_a_run_with_checkpoints_of_its_own_goes_on_from_later_swap_files(tmp_path: Path) -> None:
+    """The first attempt has begun without one, and the second finds one that is earlier than the step on disks."""
+    disks = {"offload_optimizer": "nvme", "nvme_path": [str(tmp_path / "disks")], "nvme_checkpoint": True}
+    run = {**settings(CASES["mlp"], disks), "save": tmp_path / "run", "load": tmp_path / "run", "save_interval": 3}
+    (tmp_path / "disks").mkdir()
+    undisturbed = losses_of(0.1, settings(CASES["mlp"], {}))
+    made = [losses_of(0.1, run, dies=dies) for dies in (5, 8, 0)]
+    begun = [min(losses) for losses in made]  # the last step of an attempt may have become whole, or not
+    assert begun[0] == 1 and begun[1] in (5, 6) and begun[2] in (8, 9)
+    assert made[0] | made[1] | made[2] == undisturbed
+    assert not any((tmp_path / "disks").iterdir())
+
+
 def test_another_optimizer_of_torch_does_not_go_on(tmp_path: Path) -> None:
     case = CASES["mlp"]
     given = {name: value for name, value in settings(case, {}).items() if not name.startswith(("adam", "weight"))}
