@@ -29,7 +29,7 @@ def test_ctrl_c_saves_and_ends_with_0(corpus: Path, tmp_path: Path) -> None:
     told, last = (tmp_path / "output").read_text(), metrics(tmp_path / "m")[-1]["iteration"]
     assert "2 ranks, tp 1 x pp 2 x dp 1" in told
     assert f"stopping: SIGINT\nsaved {tmp_path}/saved/iter_{last:07d}" in told
-    assert "Traceback" not in told and "torch" not in told and "KeyboardInterrupt" not in told
+    assert not any(word in told for word in ("Traceback", "torchrun", "torch.distributed", "KeyboardInterrupt"))
 
 
 @pytest.mark.slow
