@@ -19,6 +19,9 @@ SHAPE = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 16
 TINY = SHAPE.split()
 """Flags of a model that trains in a moment on the corpus of the tests."""
 
+Running = subprocess.Popen[bytes] | BaseProcess
+"""A command, or a function's process, that has been started."""
+
 
 def command(
     ranks: int, flags: Sequence[object], *, launcher: bool = False, script: str = "pretrain_gpt.py"
@@ -44,9 +47,7 @@ def start(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait_until(
-    happened: Callable[[], bool], process: subprocess.Popen[bytes] | BaseProcess, output: Path | None = None
-) -> None:
+def wait_until(happened: Callable[[], bool], process: Running, output: Path | None = None) -> None:
     """Wait until something has happened. Fails with the output if the process ends before, or after two minutes."""
     deadline = time.monotonic() + 120
     while not happened():
@@ -91,8 +92,9 @@ def run(
 
 
 def metrics(path: Path) -> list[dict[str, float]]:
-    """The training steps of a metrics file; none where there is no file yet."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The training steps of a metrics file, as far as lines are whole; none where there is no file yet."""
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [line for line in lines if "loss" in line]
 
 

@@ -272,7 +272,7 @@ def _forked(target: Callable[..., None], *args: Any) -> BaseProcess:
     """A function's process, forked off a server that has imported this file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.halting"])
-    process = context.Process(target=target, args=args)
+    process = context.Process(target=target, args=args, daemon=True)  # else a test that fails waits for it for ever
     process.start()
     return process
 

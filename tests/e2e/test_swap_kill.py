@@ -11,7 +11,7 @@ import pytest
 
 from megazero.disk.opening import record_of
 from megazero.disk.swap_file import CHECKPOINT
-from tests.e2e.command import TINY, metrics
+from tests.e2e.command import TINY, Running, metrics
 from tests.e2e.halting import Halt, Launch, whole
 from tests.e2e.test_kill import Kill, check_bitwise, kill
 
@@ -55,7 +55,7 @@ def began(told: str) -> int:
     return int(found[3] or 0)
 
 
-def in_the_middle(kill: Kill, folder: Path) -> None:
+def in_the_middle(kill: Kill, folder: Path, _: Running) -> None:
     """No step behind the one of the kill has begun."""
     steps = metrics(folder / "m")
     assert not steps or steps[-1]["iteration"] <= kill.iteration <= STEPS
