@@ -25,7 +25,7 @@ _PLACES = {
     "from_transformers": "megazero.own.causal_lm",
     "load": "megazero.convert.loading",
     "pretrain": "megazero.train.api",
-    "training": "megazero.own.training",
+    "training": "megazero.own.loop.training",
 }
 """The public names, and the modules that define them."""
 __version__ = "0.1.0"

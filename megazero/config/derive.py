@@ -240,3 +240,8 @@ def lora_scale(lora: LoraConfig) -> float:
     """The factor of B A x: alpha / rank."""
     assert lora.lora_rank is not None
     return lora_alpha(lora) / lora.lora_rank
+
+
+def validation_samples(run: Run) -> int:
+    """Samples of one evaluation of a validation set; each evaluation uses the same ones."""
+    return run.trainer.eval_iters * run.schedule.global_batch_size

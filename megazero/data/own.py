@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.config.derive import validation_samples
 from megazero.config.schema import Run
 from megazero.data.build import Datasets
 from megazero.data.dataset import EmptyDataset, Samples
@@ -133,22 +134,37 @@ class OwnData:
         return found
 
 
-def own_datasets(run: Run, own: OwnData, samples: int, validation_samples: int) -> Datasets:
-    """The datasets of a run from a program's data: `samples` for training, `validation_samples` of each validation set.
+def named_as_given(metric: str) -> str:
+    """What the program calls a validation set: valid_data of valid_loss, valid_data['NAME'] of valid_loss/NAME."""
+    return "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
 
-    Raises DataError for rows that are no samples, and for a validation set that is too short.
+
+def too_short(run: Run, valid: Mapping[str, Sized]) -> list[str]:
+    """A sentence for each validation set, by metric, that has fewer samples than an evaluation takes."""
+    needed, factors = validation_samples(run), (run.trainer.eval_iters, run.schedule.global_batch_size)
+    return [
+        f"{named_as_given(metric)} holds {len(samples)} samples; trainer.eval_iters {factors[0]} x "
+        f"schedule.global_batch_size {factors[1]} takes {needed}"
+        for metric, samples in valid.items()
+        if len(samples) < needed
+    ]
+
+
+def own_datasets(run: Run, own: OwnData, samples: int) -> Datasets:
+    """The datasets of a run from a program's data: `samples` for training, of each validation set those of an
+    evaluation.
+
+    Raises DataError for rows that are no samples, and for validation sets that are too short.
     """
     assert own.train is not None and run.model.vocab_size is not None
     length, vocabulary = run.model.seq_length, run.model.vocab_size
     train = OwnSamples(own.train, "train_data", length, vocabulary, samples)
     sets: dict[str, Samples] = {}
-    for metric, rows in own.valid.items() if validation_samples else ():
-        name = "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
-        if len(rows) < validation_samples:
-            raise DataError(
-                f"{name} holds {len(rows)} samples; trainer.eval_iters {run.trainer.eval_iters} x "
-                f"schedule.global_batch_size {run.schedule.global_batch_size} takes {validation_samples}"
-            )
-        sets[metric.removeprefix("valid_loss/")] = OwnSamples(rows, name, length, vocabulary, validation_samples)
+    if problems := too_short(run, own.valid):
+        raise DataError("; ".join(problems))
+    evaluated = validation_samples(run)
+    for metric, rows in own.valid.items() if evaluated else ():
+        name = named_as_given(metric)
+        sets[metric.removeprefix("valid_loss/")] = OwnSamples(rows, name, length, vocabulary, evaluated)
     valid = sets.pop("valid_loss", EmptyDataset())
     return Datasets(train, valid, EmptyDataset(), sets)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megazero.own.model import Unit, Units
-from megazero.own.stage import kept_generators
 from megazero.own.taken_tensors import NO_USE, name_of_function
+from megazero.system.generators import torch_generators_kept
 
 META = torch.device("meta")
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -152,7 +152,7 @@ def _unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
-    with kept_generators(device), warnings.catch_warnings():
+    with torch_generators_kept(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a forward without gradients says: the program has not asked for that one
         yield
     with torch.no_grad():

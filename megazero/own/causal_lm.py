@@ -28,7 +28,7 @@ from megazero.own.causal_look import (
     without_cache,
 )
 from megazero.own.model import BatchTensors, Loss, Model
-from megazero.own.stage import kept_generators
+from megazero.system.generators import torch_generators_kept
 
 INPUT, LABELS = "input_ids", "labels"
 """Tensors of a micro-batch, [b, s]. The label of a token is the token behind it: the model's own rule."""
@@ -171,7 +171,7 @@ class Skeleton:
                 return given
 
             # the layer draws the same whether or not another layer had this done before
-            with torch.no_grad(), kept_generators(hidden.device):
+            with torch.no_grad(), torch_generators_kept(hidden.device):
                 self._hollow(batch, hidden, [note] * len(self.layers), {*self.after.values()}, training)
             if len(calls) != len(self.layers):
                 raise ValueError(

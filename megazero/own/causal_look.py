@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megazero.own.stage import kept_generators
+from megazero.system.generators import torch_generators_kept
 
 TRIED = (2, 3)
 """Samples and tokens of the passes. The sizes differ: no axis is taken for another."""
@@ -82,7 +82,7 @@ def _look(model: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, h
     why = dict[str, Exception]()
     for returns_tuple in (False, True):
         try:
-            with torch.no_grad(), kept_generators(device_of(embedding)):
+            with torch.no_grad(), torch_generators_kept(device_of(embedding)):
                 passes = [_Pass(model, layers, embedding, returns_tuple, variant) for variant in (0, 1)]
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
             why["a tuple" if returns_tuple else "a tensor"] = error
@@ -215,7 +215,7 @@ def _require_next_tokens(model: nn.Module, device: torch.device, labelled: Calla
     if "labels" not in inspect.signature(model.forward).parameters:
         return
     try:
-        with torch.no_grad(), kept_generators(device):
+        with torch.no_grad(), torch_generators_kept(device):
             made = labelled()
     except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
         reason = str(error).splitlines()[0]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megazero.mpu.bundle import MessageSpec
-from megazero.own.engine_state import EngineState, StepResult
+from megazero.own.engine_state import EngineState, StepLoop, StepResult
 from megazero.own.model import Model
 from megazero.own.opening import Opening, made_with, opening_of
 from megazero.own.refusals import (
@@ -41,8 +41,8 @@ class Engine(EngineState):
                            of a part take the same
     """
 
-    def __init__(self, model: Model, opening: Opening) -> None:
-        super().__init__(model, opening)
+    def __init__(self, model: Model, opening: Opening, loop: StepLoop | None = None) -> None:
+        super().__init__(model, opening, loop)
         self._called = model.called_units
         self.steps_engine = ShapedEngine(
             self.stages, self._made_for, self._forget_gradients, is_cut=len(self._placed.chunks) > 1

@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
-from megazero.config.derive import brings_parameters
+from megazero.config.derive import brings_parameters, whole_steps
 from megazero.config.dtypes import compute_dtype
+from megazero.config.schema import Run
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.mpu import collectives
+from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.parameter import spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import Unit, Units
-from megazero.own.model_steps import ModelSteps
 from megazero.own.opening import Opening
 from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
 from megazero.own.refusals import TrainedParameters, require_alike, require_json
@@ -32,7 +34,7 @@ from megazero.pipeline.build import host_activations, step_lists
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.train.resume import fill_from_swap
 from megazero.train.state import TrainState
-from megazero.train.whole_steps import SwapStart
+from megazero.train.whole_steps import StepOwner, SwapStart
 from megazero.zero.actions import UpdateValues
 from megazero.zero.optimizer import ShardedOptimizer, TrainingStepEnd
 from megazero.zero.state import ModelState
@@ -53,9 +55,40 @@ class StepResult(NamedTuple):
     skipped: Tensor
 
 
+@dataclass(frozen=True)
+class ModelContents:
+    """By what a step in swap files knows a model on this rank.
+
+    inventory  the parameters of each unit
+    chunks     the units of each model chunk
+    rule       an optimizer of torch in words; "": it is one of ours
+    untrained  a digest of frozen parameters and buffers with which the program begins
+    """
+
+    run: Run
+    grid: ProcessGrid
+    inventory: Sequence[Sequence[ParameterShape]]
+    chunks: Sequence[range]
+    rule: str
+    untrained: int
+
+
+class StepLoop(Protocol):
+    """megazero's own loop, which takes the steps of an engine."""
+
+    def owner(self, contents: ModelContents) -> StepOwner:
+        """What a step in swap files has to fit."""
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether swap files stay when the engine is closed."""
+
+
 class EngineState:
     """A model in training on this rank: its part of the units, their state, and what a checkpoint has of them. It is a
     context, which ends its process groups; `close` does, too. How a step computes is a matter of subclasses.
+
+    loop: megazero's own, which takes the steps; None: the program takes them.
 
     steps                  number of steps that were made, those before a load included
     rank                   this rank's number among all
@@ -63,8 +96,8 @@ class EngineState:
                            of a part take the same
     """
 
-    def __init__(self, model: Units, opening: Opening) -> None:
-        self._opening = opening
+    def __init__(self, model: Units, opening: Opening, loop: StepLoop | None = None) -> None:
+        self._opening, self._loop = opening, loop
         run, grid = opening.run, opening.grid
         self.run, self.lr, self.grid = run, opening.lr, grid
         self.dtype = compute_dtype(run.optimizer.precision)
@@ -74,14 +107,15 @@ class EngineState:
             "begin with other values: seed torch alike on all of them": values_digest(model),
         }
         require_alike(digests, grid)
-        untrained = 0 if opening.beginning is None else values_digest(model, trained=False)
+        becomes_whole = loop is not None and whole_steps(run.offload)
+        untrained = values_digest(model, trained=False) if becomes_whole else 0
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
         self.stages = placed.stages
         files = opening.files
-        if files is not None and opening.beginning is not None:
+        if files is not None and loop is not None and becomes_whole:
             rule = "" if opening.rule is None else opening.rule.words
-            files.owner = ModelSteps(run, grid, placed.inventory, placed.chunks, opening.beginning, rule, untrained)
+            files.owner = loop.owner(ModelContents(run, grid, placed.inventory, placed.chunks, rule, untrained))
         opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
         self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, opening.rule)
@@ -91,10 +125,6 @@ class EngineState:
         self.swapped = None if files is None else files.start
         """With nvme_checkpoint where swap files lead."""
         self.steps = 0
-        self.keeps_files: Callable[[], bool] = lambda: False
-        """Whether swap files stay when the engine is closed."""
-        self.is_of_run = False
-        """Whether megazero's own loop takes the steps."""
         self._fill(placed.values)
         self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
         # nobody knows yet what a unit keeps for its backward: a share of it that leaves the device is one of the units
@@ -181,8 +211,8 @@ class EngineState:
         self._trained.require_as_before()
 
     def require_own_loop(self, what: str) -> None:
-        """Raise RuntimeError in a run of megazero's own loop."""
-        if self.is_of_run:
+        """Raise RuntimeError where megazero's own loop takes the steps."""
+        if self._loop is not None:
             raise RuntimeError(f"{what} of the engine of a run: the run takes the steps, and says what it loads")
 
     def count_step(self, lr: float) -> None:
@@ -331,7 +361,7 @@ class EngineState:
 
     def close(self) -> None:
         """End the process groups and the lanes of what has left the device. Called by all ranks."""
-        self.state.tiers.close(remove=not self.keeps_files())
+        self.state.tiers.close(remove=self._loop is None or not self._loop.keeps_files)
         if self._activations is not None:
             self._activations.close()
         self._opening.close()

@@ -13,7 +13,6 @@ from megazero.launch import world_of
 from megazero.mpu.axes import SharingAxes
 from megazero.mpu.grid import ProcessGrid
 from megazero.own.model import Units
-from megazero.own.model_steps import Beginning
 from megazero.own.rank_units import sharing_stages
 from megazero.own.refusals import learning_rate
 from megazero.own.settings import LoopSettings, run_of
@@ -34,14 +33,11 @@ class Opening:
 
     lr     the learning rate until a step says another
     rule   the update of an optimizer of torch; None: the optimizer is one of ours
-    beginning
-           from what a run begins whose steps become whole on disks; None: of no other one it is asked
     files  where columns are that leave the device for disks; None: none does
     """
 
     def __init__(self, run: Run, lr: float, rule: TorchRule | None) -> None:
         self.run, self.lr, self.rule = run, lr, rule
-        self.beginning: Beginning | None = None
         self.grid: ProcessGrid
         self.files: StateFiles | None
 

@@ -22,6 +22,7 @@ from megazero.config.dump import run_dict
 from megazero.config.schema import CheckpointConfig, OptimizerConfig, Run
 from megazero.mpu.grid import ProcessGrid, background_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
+from megazero.own.settings import SECTIONS
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
@@ -29,8 +30,6 @@ from megazero.zero.state import packing_on
 
 BESIDE = "untrained.safetensors"
 """The file with frozen parameters and buffers, by name."""
-SECTIONS = ("parallel", "optimizer", "offload")
-"""What a manifest says of the run. A model of modules has no section `model`."""
 
 
 @dataclass(frozen=True)

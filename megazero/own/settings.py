@@ -46,9 +46,9 @@ USED_BY_LOOP = USED | frozenset(
 OF_OUR_OPTIMIZERS = frozenset("optimizer weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum".split())
 """Fields that an optimizer of torch has in its own way."""
 SECTIONS = frozenset({"parallel", "optimizer", "offload"})
-"""Sections of a run whose checks a model of modules needs."""
+"""Sections of a run that a model of modules has, in its checks and in manifests of its checkpoints."""
 SECTIONS_OF_LOOP = SECTIONS | {"schedule", "trainer", "checkpoint"}
-"""Those of megazero's own loop."""
+"""Those whose checks megazero's own loop needs."""
 AS_BY_DEFAULT = frozenset({"lora_rank", "data_path", "instruction_data"})
 """Fields of other sections that checks of the loop read: nobody has set them."""
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
 from megazero.own.model import BatchTensors, OwnUnit, Unit
 from megazero.own.taken_tensors import META, buffer_dtype
+from megazero.system.generators import torch_generators_kept
 from megazero.system.notes import add_note
 
 PLAIN = tuple, dict
@@ -90,7 +91,7 @@ class OwnStage(nn.Module):
         """What a unit returns. Its draws (dropout) are those of its name and of the micro-batch, on whichever rank it
         is, and leave no trace in torch's generators.
         """
-        with kept_generators(self.counted.device):
+        with torch_generators_kept(self.counted.device):
             torch.manual_seed(zlib.crc32(f"{batch.draws} {unit.name}".encode()))
             return unit(hidden, batch.tensors)
 
@@ -108,13 +109,6 @@ class OwnStage(nn.Module):
         total, number = loss_of(unit, made)
         self.counted += number
         return total
-
-
-@contextmanager
-def kept_generators(device: torch.device) -> Iterator[None]:
-    """A context behind which torch's generators of the host and of a device are as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
 
 
 @contextmanager

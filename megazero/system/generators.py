@@ -1,4 +1,4 @@
-"""The generators of random numbers that are one for the process: of torch on the host, of NumPy, and of Python."""
+"""The generators of random numbers that are one for the process: of torch, of NumPy, and of Python."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.overrides import TorchFunctionMode
 
 
 def generator_states() -> tuple[object, ...]:
-    """Their states, which compare."""
+    """The states of those of the host, which compare."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
     return torch.get_rng_state().numpy().tobytes(), name, np.asarray(keys).tobytes(), tuple(rest), random.getstate()
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them. seed: from 0 to 2^32 - 1."""
+    """Seed all of the host. seed: from 0 to 2^32 - 1."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     random.seed(seed)
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """A context behind which they are as they were."""
+def host_generators_kept() -> Iterator[None]:
+    """A context behind which all of the host are as they were."""
     of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield
@@ -35,6 +35,13 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(of_torch)
         np.random.set_state(of_numpy)  # noqa: NPY002
         random.setstate(of_python)
+
+
+@contextmanager
+def torch_generators_kept(device: torch.device) -> Iterator[None]:
+    """A context behind which torch's, of the host and of a device, are as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 DRAWING = frozenset(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import uses_files, writes_activations
+from megazero.config.derive import uses_files, validation_samples, writes_activations
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.data.loader import batches_of
@@ -29,7 +29,7 @@ from megazero.telemetry.watchdog import StopSignals
 from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.checked import resolved_on_all_ranks
 from megazero.train.logs import Callbacks, CallbackSink, run_rates, sinks_of, step_log
-from megazero.train.prepare import Prepared, validation_samples
+from megazero.train.prepare import Prepared
 from megazero.train.report import announce_kernels, introduce, report, sample_text
 from megazero.train.resume import StartPoint, resume, stored_probe
 from megazero.train.run_memory import (

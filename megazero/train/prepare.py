@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, Comparison, compare
+from megazero.config.derive import validation_samples
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, build_datasets, cache_root
@@ -116,7 +117,7 @@ def _own_data(begun: Asked) -> Prepared:
     """The data of a program."""
     rows, run = begun.own_data.train, begun.resolved.run
     assert rows is not None
-    datasets = own_datasets(run, begun.own_data, samples_used(run, begun.paths.resumed), validation_samples(run))
+    datasets = own_datasets(run, begun.own_data, samples_used(run, begun.paths.resumed))
     text = f"{counted(len(rows), 'sample')} of the program's own"
     return _prepared(begun, begun.resolved, datasets, begun.paths.tokenizer, text, ())
 
@@ -203,8 +204,3 @@ def samples_asked(run: Run, resumed: FoundCheckpoint | None) -> int:
 def samples_used(run: Run, resumed: FoundCheckpoint | None) -> int:
     """The number of training samples consumed at the end of the run: the checkpoint's, and those of its own batches."""
     return StepPlan(run.schedule).consumed_at_end(*start_position(run, resumed))
-
-
-def validation_samples(run: Run) -> int:
-    """Samples of one evaluation; each evaluation uses the same ones."""
-    return run.trainer.eval_iters * run.schedule.global_batch_size

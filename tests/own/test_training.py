@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.config.source import ConfigError
 from megazero.data.own import marked
-from megazero.own.samples import OwnSource
+from megazero.own.loop.samples import OwnSource
 from megazero.own.saved import BESIDE
 from megazero.pipeline.engine import PipelineEngine
 from tests.own.models import CASES, RATE, SEED, Batch, Case, Trained, plainly_trained, squared
@@ -266,7 +266,11 @@ MISTAKES: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no length": ({"train_iters": None}, {}, "run has no length: train_iters, train_samples or epochs"),
     "a batch that does not divide": ({"global_batch_size": 5}, {}, "global_batch_size 5 is not a multiple"),
     "a field of families": ({"hidden_size": 5}, {}, "run has hidden_size: a model of modules reads none"),
-    "a short validation set": ({}, {"valid_data": DATA[:3]}, "valid_data holds 3 samples; eval_iters 1 x global"),
+    "a short validation set": (
+        {},
+        {"valid_data": DATA[:3]},
+        "valid_data holds 3 samples; trainer.eval_iters 1 x ",
+    ),
     "data of families": ({}, {"train_data": DATA}, "train_data is of megazero's families"),
     "two lengths": ({"train_samples": 8}, {}, "train_iters and .*train_samples say the same thing in two ways"),
     "lengths in two units": (

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megazero.checkpoint.format import seal
+from megazero.config.derive import validation_samples
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.convert import convert
@@ -29,7 +30,7 @@ from megazero.train import prepare as preparation
 from megazero.train.checked import dry_run_text
 from megazero.train.init_from import model_source
 from megazero.train.path_checks import check_paths
-from megazero.train.prepare import Prepared, prepare, validation_samples
+from megazero.train.prepare import Prepared, prepare
 from tests.convert.sources import made
 from tests.parity.training import job_on_rank, small_model
 from tests.reference import REFERENCE, needs_reference

@@ -11,14 +11,13 @@ from typing import Any
 
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.dump import run_dict
-from megazero.config.schema import Run
-from megazero.mpu.grid import ProcessGrid
-from megazero.own.samples import SampleContents
-from megazero.own.saved import ParameterShape
-from megazero.train.whole_steps import LeftStep
+from megazero.own.engine_state import ModelContents
+from megazero.own.loop.samples import SampleContents
+from megazero.own.settings import SECTIONS
+from megazero.train.whole_steps import LeftStep, WholeSteps
 
-SECTIONS = ("parallel", "optimizer", "offload", "schedule")
-"""Settings on which steps depend."""
+OF_STEPS = SECTIONS | {"schedule"}
+"""Sections of a run on which its steps depend."""
 
 
 @dataclass(frozen=True)
@@ -33,44 +32,48 @@ class Beginning:
     samples: SampleContents
 
 
+@dataclass
+class ModelLoop:
+    """A `own.engine_state.StepLoop`. whole_steps: known once the loop is made."""
+
+    beginning: Beginning
+    whole_steps: WholeSteps | None = None
+
+    def owner(self, contents: ModelContents) -> ModelSteps:
+        return ModelSteps(contents, self.beginning)
+
+    @property
+    def keeps_files(self) -> bool:
+        return self.whole_steps is not None and self.whole_steps.kept
+
+
 @dataclass(frozen=True)
 class ModelSteps:
-    """A `train.whole_steps.StepOwner`.
+    """A `train.whole_steps.StepOwner`."""
 
-    inventory  the parameters of each unit
-    chunks     the units of each model chunk
-    rule       an optimizer of torch in words; "": it is one of ours
-    untrained  a digest of frozen parameters and buffers with which the program begins
-    """
-
-    run: Run
-    grid: ProcessGrid
-    inventory: Sequence[Sequence[ParameterShape]]
-    chunks: Sequence[range]
+    contents: ModelContents
     beginning: Beginning
-    rule: str
-    untrained: int
 
     @property
     def folders(self) -> Sequence[Path]:
-        return [Path(folder) for folder in self.run.offload.nvme_path]
+        return [Path(folder) for folder in self.contents.run.offload.nvme_path]
 
     @property
     def begins(self) -> int:
-        checkpoint = self.beginning.checkpoint
-        return 0 if checkpoint is None or self.run.checkpoint.finetune else int(checkpoint.progress["steps"])
+        checkpoint, how = self.beginning.checkpoint, self.contents.run.checkpoint
+        return 0 if checkpoint is None or how.finetune else int(checkpoint.progress["steps"])
 
     @cached_property
     def about(self) -> Mapping[str, Any]:
-        sections = run_dict(self.run)
-        model = repr(self.inventory)
-        where = self.grid.rank, [*self.chunks], self.grid.world.is_on_device
+        contents, grid = self.contents, self.contents.grid
+        model = repr(contents.inventory)
+        where = grid.rank, [*contents.chunks], grid.world.is_on_device
         return {
-            "run": {name: sections[name] for name in SECTIONS},
-            "layout": self.grid.axes.sizes,
-            "optimizer": self.rule,
+            "run": {name: section for name, section in run_dict(contents.run).items() if name in OF_STEPS},
+            "layout": grid.axes.sizes,
+            "optimizer": contents.rule,
             # None: what is not trained is the checkpoint's
-            "untrained": self.untrained if self.beginning.checkpoint is None else None,
+            "untrained": contents.untrained if self.beginning.checkpoint is None else None,
             "model": hashlib.sha256(model.encode()).hexdigest(),
             "contents": hashlib.sha256(repr(where).encode()).hexdigest(),
             "data_plans": asdict(self.beginning.samples),
@@ -83,7 +86,8 @@ class ModelSteps:
             return "another model", ["other units, names or shapes of parameters"]
         if not newer:
             return "", []
-        if changes := [*_changes(then["run"], now["run"])]:
+        sections = now["run"].items()
+        if changes := [each for name, fields in sections for each in changed(then["run"].get(name, {}), fields)]:
             return "other settings", changes
         if then["optimizer"] != now["optimizer"]:
             return "another optimizer", [f"{then['optimizer']} -> {now['optimizer']}"]
@@ -98,11 +102,6 @@ class ModelSteps:
         return "", []
 
 
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The fields that differ, with both values."""
-    return [
-        f"{name} {then.get(section, {}).get(name)} -> {value}"
-        for section, fields in now.items()
-        for name, value in fields.items()
-        if then.get(section, {}).get(name) != value
-    ]
+def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The fields of a section that differ, with both values."""
+    return [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]

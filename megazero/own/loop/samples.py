@@ -25,7 +25,7 @@ from megazero.data.loader import Loader
 from megazero.data.own import marked
 from megazero.own.model import BatchTensors
 from megazero.own.stage import OwnBatch
-from megazero.system.generators import NoDraws, generator_states, generators_kept, seed_generators
+from megazero.system.generators import NoDraws, generator_states, host_generators_kept, seed_generators
 from megazero.system.notes import add_note
 
 Collate = Callable[[list[Any]], BatchTensors]
@@ -89,7 +89,7 @@ class OwnSource:
         if not seeded:
             with NoDraws(f"a sample of {self.name} among {places}"):
                 return self._collated(places, [self._sample(place) for place in places])
-        with generators_kept():
+        with host_generators_kept():
             samples = []
             for number, place in zip(numbers, places, strict=True):
                 self._seed_by(f"sample {number}")
@@ -101,13 +101,13 @@ class OwnSource:
         """Read some samples, and a micro-batch of this size, to know the data set by them."""
         draws, checksums = False, list[int]()
         for place in [0, *marked(self.number)]:
-            with generators_kept():
+            with host_generators_kept():
                 seed_generators(place)
                 before = generator_states()
                 checksums.append(_checksum(self._sample(place), checksums[-1] if len(checksums) > 1 else 0))
                 draws |= before != generator_states()
         places = [place % self.number for place in range(size)]
-        with generators_kept():
+        with host_generators_kept():
             before = generator_states()
             self._collated(places, [self._sample(place) for place in places])
             draws |= before != generator_states()
@@ -187,17 +187,16 @@ def _checksum(value: Any, so_far: int) -> int:
 class SampleLoader(Loader[OwnBatch]):
     """Makes micro-batches of a program's samples.
 
-    samples  number of samples of the whole run
-    when     words for the step under way, beside which micro-batches have numbers: what units draw depends on them
-    seeded   whether samples are drawn. Then nothing is read ahead: units draw by the same generators meanwhile. With
-             num_workers 0 they are seeded, too
+    samples      number of samples of the whole run
+    when         words for the step under way, beside which micro-batches have numbers: what units draw depends on them
+    num_workers  as of `Loader`. With 0 nothing is read ahead, while units draw, and samples may be drawn
     """
 
     def __init__(
-        self, source: OwnSource, samples: int, when: Callable[[], str], *, seeded: bool, num_workers: int, **how: Any
+        self, source: OwnSource, samples: int, when: Callable[[], str], *, num_workers: int, **how: Any
     ) -> None:
-        super().__init__(samples, num_workers=0 if seeded else num_workers, **how)
-        self._source, self._when, self._seeded = source, when, seeded or num_workers == 0
+        super().__init__(samples, num_workers=num_workers, **how)
+        self._source, self._when, self._seeded = source, when, num_workers == 0
 
     def micro_batches(self, consumed_samples: int, global_batch: int) -> list[OwnBatch]:
         """See `Loader.micro_batches`."""

@@ -11,19 +11,18 @@ from typing import Any
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.manager import find_on_all_ranks
-from megazero.config.derive import whole_steps
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.data.own import Rows
+from megazero.data.own import Rows, named_as_given, too_short
 from megazero.data.tokenizer import Tokenizer
 from megazero.mpu.meeting import Environment
 from megazero.own.engine import Engine
-from megazero.own.loop import OwnBatches, OwnJob, own_job
+from megazero.own.loop.model_run import OwnBatches, OwnJob, own_job
+from megazero.own.loop.model_steps import Beginning, ModelLoop
+from megazero.own.loop.samples import Collate, OwnSource, SampleContents, SampleSource
 from megazero.own.model import Model
-from megazero.own.model_steps import Beginning
 from megazero.own.opening import Opening, opening_of
 from megazero.own.refusals import require_alike
-from megazero.own.samples import Collate, OwnSource, SampleContents, SampleSource
 from megazero.own.settings import LoopSettings
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.system.extensions import why_not_called
@@ -154,19 +153,13 @@ class ModelArguments:
 
     def valid(self, run: Run) -> dict[str, OwnSource]:
         """The validation sets by metric. Raises ConfigError where one is too short."""
-        needed = run.trainer.eval_iters * run.schedule.global_batch_size
-        sets, problems = dict[str, OwnSource](), []
-        for metric, samples in self.given.own_data().valid.items():
-            name = "valid_data" + "".join(f"[{part!r}]" for part in metric.split("/", 1)[1:])
-            sets[metric] = OwnSource(samples, name, self.collate, run.data.seed)
-            if len(samples) < needed:
-                problems.append(
-                    f"{name} holds {len(samples)} samples; eval_iters {run.trainer.eval_iters} x global_batch_size "
-                    f"{run.schedule.global_batch_size} takes {needed}"
-                )
-        if problems:
+        given = self.given.own_data().valid
+        if problems := too_short(run, given):
             raise ConfigError(problems)
-        return sets
+        return {
+            metric: OwnSource(samples, named_as_given(metric), self.collate, run.data.seed)
+            for metric, samples in given.items()
+        }
 
 
 @contextmanager
@@ -180,14 +173,13 @@ def _training(
         StopSignals() if handles else nullcontext(StopSignals()) as signals,
         opening_of(model, optimizer, None, run, arguments.loop(), signals) as opening,
     ):
-        data = _batches_of(opening, arguments)
-        if whole_steps(opening.run.offload):
-            opening.beginning = data.beginning
+        data, beginning = _data_of(opening, arguments)
+        loop = ModelLoop(beginning)
         with api.naming_fields():
-            engine = Engine(model, opening)
+            engine = Engine(model, opening, loop)
         with engine:
             with api.naming_fields():
-                job = own_job(engine, data, signals, arguments.given.callbacks)
+                job = own_job(engine, loop, data, signals, arguments.given.callbacks)
             under_way = ModelTraining(job, signals)
             try:
                 yield under_way
@@ -196,8 +188,10 @@ def _training(
                 under_way.release()
 
 
-def _batches_of(opening: Opening, arguments: ModelArguments) -> OwnBatches:
-    """The data of a run. A collective of all ranks, which raises ConfigError where ranks have other data."""
+def _data_of(opening: Opening, arguments: ModelArguments) -> tuple[OwnBatches, Beginning]:
+    """The data of a run, and from what it begins. A collective of all ranks, which raises ConfigError where ranks have
+    other data.
+    """
     run, grid, load = opening.run, opening.grid, opening.run.checkpoint.load
 
     def sources() -> tuple[OwnSource, SampleContents, dict[str, OwnSource]]:
@@ -216,4 +210,4 @@ def _batches_of(opening: Opening, arguments: ModelArguments) -> OwnBatches:
     same = {"have other data: item i is the same on every rank": zlib.crc32(repr(contents).encode())}
     require_alike(same, grid)
     checkpoint = find_on_all_ranks(Path(load), grid) if load else None
-    return OwnBatches(train, Beginning(checkpoint, contents), valid)
+    return OwnBatches(train, valid), Beginning(checkpoint, contents)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.manager import FoundCheckpoint
-from megazero.config.derive import uses_files
+from megazero.config.derive import uses_files, validation_samples
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -18,16 +18,16 @@ from megazero.data.loader import Batches
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan
 from megazero.own.engine import Engine
-from megazero.own.model_steps import Beginning
-from megazero.own.samples import OwnSource, SampleContents, SampleLoader
+from megazero.own.loop.model_steps import Beginning, ModelLoop, changed
+from megazero.own.loop.samples import OwnSource, SampleContents, SampleLoader
 from megazero.own.stage import OwnBatch
 from megazero.report.text_blocks import pairs
 from megazero.telemetry.record import Rates
-from megazero.telemetry.sinks import named_places
 from megazero.telemetry.units import count
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.job import deadline_of, save_policy_of
 from megazero.train.logs import Callbacks, CallbackSink, as_config_error, sinks_of, step_log
+from megazero.train.report import report
 from megazero.train.resume import StartPoint
 from megazero.train.run_memory import HostMemory
 from megazero.train.state import TrainingPosition
@@ -79,13 +79,9 @@ class OwnJob:
     def report(self) -> None:
         """Close the log, and print the places of the outputs. A collective of all ranks."""
         self.trainer.log.close(self.trainer.ending)
-        disks = self.disks.sentence(self.grid) if uses_files(self.run) else ""
+        disks = self.disks.sentence(self.grid) if uses_files(self.run) else None
         if self.grid.rank == 0:
-            sinks = {
-                flag[2:].removesuffix("-file").removesuffix("-dir"): at for flag, at in named_places(self.run).items()
-            }
-            places = {"offloaded": disks, "checkpoints": self.run.checkpoint.save or "", **sinks}
-            print(pairs([*places.items()]), flush=True)
+            report(self.run, None, disks)
 
     def close(self) -> None:
         """Tell services of a run that fails. The engine ends by itself."""
@@ -94,14 +90,13 @@ class OwnJob:
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """The data of a run: samples to train on, validation sets by metric, and from what the run begins."""
+    """The data of a run: samples to train on, and validation sets by metric."""
 
     train: OwnSource
-    beginning: Beginning
     valid: Mapping[str, OwnSource]
 
 
-def own_job(model: Engine, data: OwnBatches, signals: StopSignals, callbacks: Callbacks) -> OwnJob:
+def own_job(model: Engine, loop: ModelLoop, data: OwnBatches, signals: StopSignals, callbacks: Callbacks) -> OwnJob:
     """The parts of a run on this rank, filled from a checkpoint if there is one. A collective of all ranks, of which
     rank 0 prints what the run is.
 
@@ -109,9 +104,9 @@ def own_job(model: Engine, data: OwnBatches, signals: StopSignals, callbacks: Ca
     raises.
     """
     run, grid = model.run, model.grid
-    start = _begin(model, data.beginning)
+    start, samples = _begin(model, loop.beginning), loop.beginning.samples
     saving = model.checkpoints.of(run.checkpoint)
-    checkpoints, model.is_of_run = saving.checkpoints, True
+    checkpoints = saving.checkpoints
     with as_config_error(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     program = CallbackSink(callbacks, signals)
@@ -123,16 +118,16 @@ def own_job(model: Engine, data: OwnBatches, signals: StopSignals, callbacks: Ca
     def record(position: TrainingPosition) -> dict[str, Any]:
         progress, beside = model.to_save(asdict(position))
         saving.hold(beside)
-        return {**progress, SAMPLES: asdict(data.beginning.samples), SCHEDULE: run_dict(run)["schedule"]}
+        return {**progress, SAMPLES: asdict(samples), SCHEDULE: run_dict(run)["schedule"]}
 
     whole_steps = WholeSteps(model.state, model.swapped, late=run.parallel.late_update)
-    model.keeps_files = lambda: whole_steps.kept
+    loop.whole_steps = whole_steps
     trainer = OwnTrainer(
         run,
         grid,
         model.steps_engine,
         model.train_state,
-        _batches(model, data, start.position),
+        _batches(model, data, samples, start.position),
         log,
         save_policy_of(run, checkpoints, record, log, program),
         start.position,
@@ -157,26 +152,24 @@ def _begin(model: Engine, beginning: Beginning) -> StartPoint:
         return StartPoint(swapped.position, swapped.words(model.run.offload.nvme_path, checkpoint))
     if checkpoint is None:
         return StartPoint(TrainingPosition(), "from the model's own values", is_read=False)
+    then = None if how.finetune else checkpoint.progress.get(SAMPLES)
+    if then is not None:  # before anything is read
+        _require_same_samples(then, beginning.samples, checkpoint, override=how.override_data)
     model.load_found(checkpoint, weights_only=how.finetune or how.no_load_optim)
     if how.finetune:
         return StartPoint(TrainingPosition(), f"weights of {checkpoint.path}")
-    changed = ""
-    if (then := checkpoint.progress.get(SAMPLES)) is not None:
-        _require_same_samples(then, beginning.samples, checkpoint, override=how.override_data)
-        position = TrainingPosition.read(checkpoint.progress["about"])
-        changed = _changed(checkpoint.progress[SCHEDULE], run_dict(model.run)["schedule"])
-    else:  # of a program's own loop, whose steps count as those of this schedule
-        steps = int(checkpoint.progress["steps"])
-        samples = StepPlan(model.run.schedule).batches.consumed_after(steps)
-        position = TrainingPosition(steps, samples, samples)
-    model.steps = position.iteration
-    return StartPoint(position, f"{checkpoint.path}, iteration {position.iteration}{changed}")
+    model.steps = int(checkpoint.progress["steps"])
+    if then is None:  # of a program's own loop, whose steps count as those of this schedule
+        samples = StepPlan(model.run.schedule).batches.consumed_after(model.steps)
+        return _at(TrainingPosition(model.steps, samples, samples), checkpoint, [])
+    fields = changed(checkpoint.progress[SCHEDULE], run_dict(model.run)["schedule"])
+    return _at(TrainingPosition.read(checkpoint.progress["about"]), checkpoint, fields)
 
 
-def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The fields of a schedule that a run goes on with otherwise, in words."""
-    fields = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
-    return f"; changed: {', '.join(fields)}" if fields else ""
+def _at(position: TrainingPosition, checkpoint: FoundCheckpoint, fields: Sequence[str]) -> StartPoint:
+    """A run that goes on from a checkpoint. fields: of the schedule that have changed."""
+    differs = f"; changed: {', '.join(fields)}" if fields else ""
+    return StartPoint(position, f"{checkpoint.path}, iteration {position.iteration}{differs}")
 
 
 def _require_same_samples(
@@ -197,15 +190,14 @@ def _require_same_samples(
         raise ConfigError([f"{checkpoint.path}: {other} when it was written; {way_out}"])
 
 
-def _batches(model: Engine, data: OwnBatches, position: TrainingPosition) -> Batches:
+def _batches(model: Engine, data: OwnBatches, contents: SampleContents, position: TrainingPosition) -> Batches:
     run, grid = model.run, model.grid
 
-    def loader(source: OwnSource, samples: int, workers: int, *, seeded: bool) -> SampleLoader:
+    def loader(source: OwnSource, samples: int, workers: int) -> SampleLoader:
         return SampleLoader(
             source,
             samples,
             model.words_of_step,
-            seeded=seeded,
             dp_rank=grid.at.dp,
             dp_size=grid.axes.dp,
             micro_batch_size=run.schedule.micro_batch_size,
@@ -214,10 +206,10 @@ def _batches(model: Engine, data: OwnBatches, position: TrainingPosition) -> Bat
         )
 
     end = StepPlan(run.schedule).consumed_at_end(position.iteration, position.consumed_samples)
-    train = loader(data.train, end, run.data.num_workers, seeded=data.beginning.samples.draws)
-    evaluated = run.trainer.eval_iters * run.schedule.global_batch_size
+    train = loader(data.train, end, 0 if contents.draws else run.data.num_workers)
+    evaluated = validation_samples(run)
     sets = data.valid if evaluated else {}
-    return Batches(train, {metric: loader(source, evaluated, 0, seeded=True) for metric, source in sets.items()}, {})
+    return Batches(train, {metric: loader(source, evaluated, 0) for metric, source in sets.items()}, {})
 
 
 def _introduction(model: Engine, train: OwnSource, start: StartPoint) -> list[tuple[str, str]]:
