@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megazero.mpu.bundle import MessageSpec
 from megazero.own.engine_state import EngineState, StepLoop, StepResult
-from megazero.own.model import Model
+from megazero.own.model import BatchTensors, Model
 from megazero.own.opening import Opening, made_with, opening_of
 from megazero.own.refusals import (
     GivenBatches,
@@ -25,6 +26,7 @@ from megazero.own.refusals import (
 from megazero.own.shaped_engine import ShapedEngine
 from megazero.own.stage import OwnBatch, boundaries
 from megazero.own.torch_rule import MakeOptimizer
+from megazero.own.unit_times import unit_seconds
 from megazero.pipeline.engine import PipelineEngine
 from megazero.zero.actions import UpdateValues
 from megazero.zero.optimizer import OwedStepEnd
@@ -107,6 +109,8 @@ def engine(
     optimizer: str | MakeOptimizer = "adamw",
     lr: float | None = None,
     run: Mapping[str, Any] | None = None,
+    *,
+    timed: BatchTensors | None = None,
 ) -> Engine:
     """A model in training. All ranks call it: those that torchrun started, or of torch's default process group.
 
@@ -117,6 +121,8 @@ def engine(
     lr         the learning rate until a step says another. None: 1e-3, or that of the optimizer of torch
     run        fields of a run, as `megazero.pretrain` takes them: {"pp": 2, "zero_stage": 3}. If `precision` is not
                set, it is that of the model's parameters
+    timed      a micro-batch, with which rank 0 measures how long each unit takes: units are divided among stages by
+               these times. None: by numbers of parameters, or as `partition` says
 
     A collective of all ranks. Raises ConfigError with everything that is wrong, and TypeError for another model.
     """
@@ -125,4 +131,6 @@ def engine(
             f"model is {type(model).__name__}: a megazero.Model is needed, of a list of modules in forward order; "
             "megazero.from_sequential and megazero.from_transformers make one"
         )
-    return made_with(opening_of(model, optimizer, lr, run), lambda opening: Engine(model, opening))
+    time_units = None if timed is None else partial(unit_seconds, model, timed)
+    opening = opening_of(model, optimizer, lr, run, time_units=time_units)
+    return made_with(opening, lambda opening: Engine(model, opening))

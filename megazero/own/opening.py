@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
+
+import torch
 
 from megazero.config.schema import Run
 from megazero.launch import world_of
@@ -15,14 +18,16 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.own.model import Units
 from megazero.own.rank_units import sharing_stages
 from megazero.own.refusals import learning_rate
-from megazero.own.settings import LoopSettings, run_of
+from megazero.own.settings import LoopSettings, divided_by, run_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.api import Given
-from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks
+from megazero.train.embedded import process_groups, rendezvous, result_of_rank_0, result_on_all_ranks
 from megazero.train.swap_files import StateFiles, state_files
 
 E = TypeVar("E")
+TimeUnits = Callable[[Run, torch.device], list[float]]
+"""Seconds of each unit in a run on a device."""
 LR = 1e-3
 """The learning rate of one of our optimizers, if nobody says another."""
 
@@ -79,11 +84,13 @@ def opening_of(
     run: Given | None,
     loop: LoopSettings | None = None,
     signals: StopSignals | None = None,
+    time_units: TimeUnits | None = None,
 ) -> Opening:
     """What an engine of these units needs. A collective of all ranks.
 
-    loop     what the run needs whose steps megazero's own loop takes; None: the program takes them
-    signals  requests to stop
+    loop        what the run needs whose steps megazero's own loop takes; None: the program takes them
+    signals     requests to stop
+    time_units  called on rank 0, by whose times units are divided among stages; None: by numbers of parameters
 
     Otherwise as `own.engine.engine`.
     """
@@ -94,12 +101,16 @@ def opening_of(
         name, rule = (optimizer, None) if isinstance(optimizer, str) else _rule_of(optimizer)
         rate = learning_rate(lr if lr is not None else LR if rule is None else rule.lr)
         kept = None if rule is None else rule.kept
-        resolved_run = run_of(run or {}, name, units, environment.world_size, kept, lr=rate, loop=loop)
+        timed = time_units is not None
+        resolved_run = run_of(run or {}, name, units, environment.world_size, kept, lr=rate, loop=loop, timed=timed)
         return Opening(resolved_run, rate, rule)
 
     opening = result_on_all_ranks(resolved, meeting)
+    world = world_of(opening.run, environment)
+    if time_units is not None and opening.run.parallel.pp * opening.run.parallel.virtual_stages > 1:
+        times = result_of_rank_0(partial(time_units, opening.run, world.device), meeting, "times of units")
+        opening.run = divided_by(opening.run, times)
     with ExitStack() as contexts:
-        world = world_of(opening.run, environment)
         if sharing := sharing_stages(units, opening.run):
             world = replace(world, axes=SharingAxes(**vars(world.axes), sharing=sharing))
         grid = contexts.enter_context(process_groups(world, meeting, opening.run.parallel))

@@ -92,6 +92,7 @@ def run_of(
     *,
     lr: float | None = None,
     loop: LoopSettings | None = None,
+    timed: bool = False,
 ) -> Run:
     """The run of a model on so many ranks.
 
@@ -100,6 +101,7 @@ def run_of(
     kept       columns of an optimizer of torch; None: it is one of ours
     lr         the learning rate of the loop, if `given` has none
     loop       None: the program takes the steps
+    timed      whether units are measured, to be divided among stages (`divided_by`)
 
     Raises ConfigError with everything that is wrong.
     """
@@ -133,6 +135,7 @@ def run_of(
     elsewhere = {name for name, known in run_options().items() if known.section not in looked_at} - AS_BY_DEFAULT
     problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
     problems += [*_chunk_problems(run, len(model.units)), *_activation_problems(run)]
+    problems += _timing_problems(run) if timed else ()
     if run.parallel.recompute_granularity == "selective":
         problems.append("recompute_granularity is 'selective': of a module nobody knows what is cheap to compute again")
     if problems:
@@ -165,6 +168,17 @@ def _activation_problems(run: Run) -> Iterator[str]:
         )
 
 
+def _timing_problems(run: Run) -> Iterator[str]:
+    """What contradicts a division of units by measured times."""
+    if run.parallel.partition is not None:
+        yield f"partition is {list(run.parallel.partition)}, and timed has the units divided by their times: say one"
+    if run.offload.nvme_checkpoint:
+        yield (
+            "timed with nvme_checkpoint: another run of the same command may divide the units otherwise, and a step on "
+            "disks is of one division. Say partition, with the numbers of a run that was timed"
+        )
+
+
 def _chunk_problems(run: Run, units: int) -> Iterator[str]:
     """What is wrong with the division of the units into model chunks."""
     parallel = run.parallel
@@ -182,8 +196,8 @@ def _chunk_problems(run: Run, units: int) -> Iterator[str]:
         )
 
 
-def chunk_units(run: Run, costs: Sequence[int]) -> tuple[range, ...]:
-    """The numbers of the units of each model chunk, in model order. costs: of each unit, in numbers of parameters."""
+def chunk_units(run: Run, costs: Sequence[float]) -> tuple[range, ...]:
+    """The numbers of the units of each model chunk, in model order. costs: of each unit."""
     chunks = run.parallel.pp * run.parallel.virtual_stages
     sizes = run.parallel.partition
     if sizes is None and chunks == 1:
@@ -193,3 +207,9 @@ def chunk_units(run: Run, costs: Sequence[int]) -> tuple[range, ...]:
         sizes = (inner[0] + 1, *inner[1:-1], inner[-1] + 1)
     ends = [*accumulate(sizes)]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def divided_by(run: Run, seconds: Sequence[float]) -> Run:
+    """A run whose model chunks have units of about the same time. seconds: of each unit."""
+    sizes = tuple(len(units) for units in chunk_units(run, seconds))
+    return replace(run, parallel=replace(run.parallel, partition=sizes))

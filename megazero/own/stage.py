@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +77,7 @@ class OwnStage(nn.Module):
             is_last = self.has_loss and number == len(self.chunk) - 1
             again = self.computes_again and torch.is_grad_enabled() and not is_last
             versions = versions_of(self._kept(unit, hidden if again else None, batch.tensors))
-            with _named(unit):
+            with named(unit):
                 if again:  # draws what it has drawn by its seed, not by torch's states
                     made = checkpoint(self._made, unit, hidden, batch, use_reentrant=False, preserve_rng_state=False)
                 else:
@@ -112,7 +112,7 @@ class OwnStage(nn.Module):
 
 
 @contextmanager
-def _named(unit: OwnUnit) -> Iterator[None]:
+def named(unit: Unit) -> Iterator[None]:
     """A context whose errors say in which unit they are."""
     try:
         yield
@@ -228,15 +228,21 @@ def _outlined(unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, dtype: 
 
 
 def _on_meta(unit: OwnUnit, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters and buffers of a unit by name, without values: one name of each place. `functional_call` would leave
-    them in a module that has two names.
+    """Parameters and buffers of a unit by place, without values."""
+
+    def alike(name: str, tensor: Tensor) -> Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        wanted = dtype if is_parameter else buffer_dtype(tensor, dtype)
+        return torch.empty(tensor.shape, dtype=wanted, device=META, requires_grad=tensor.requires_grad)
+
+    return by_places(unit, alike)
+
+
+def by_places(unit: Unit, made: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """What `made` makes of the name and the tensor of each parameter and buffer of a unit, for `functional_call`: one
+    name of each place. It would leave what it gets in a module that has two names.
     """
-
-    def alike(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(tensor.shape, dtype=dtype, device=META, requires_grad=tensor.requires_grad)
-
-    once = {id(parameter): alike(parameter, dtype) for parameter in unit.parameters()}
-    once |= {id(buffer): alike(buffer, buffer_dtype(buffer, dtype)) for buffer in unit.buffers()}
+    once = {id(tensor): made(name, tensor) for name, tensor in (*unit.named_parameters(), *unit.named_buffers())}
     return {
         f"{path}.{name}" if path else name: once[id(tensor)]
         for path, module in unit.named_modules()

@@ -60,13 +60,16 @@ class InitialValues:
         """The value of a parameter. The last unit that was made is kept: ask for those of a unit together."""
         return self.there[name] if name in self.there else self._unit(self.makers[name])[name]
 
+    def of_buffer(self, unit: Unit, name: str) -> Tensor:
+        """A value for a buffer on the meta device. name: in the unit's module."""
+        return self._unit(unit.name)[unit.prefix + name].clone()
+
     def fill_buffers(self, unit: Unit) -> None:
         """Give a unit's buffers on the meta device their values, in host memory."""
         for path, module in unit.module.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    whole = f"{path}.{name}" if path else name
-                    module._buffers[name] = self._unit(unit.name)[unit.prefix + whole].clone()
+                    module._buffers[name] = self.of_buffer(unit, f"{path}.{name}" if path else name)
 
     def forget(self) -> None:
         """Free all values."""

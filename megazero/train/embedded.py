@@ -110,6 +110,27 @@ def result_on_all_ranks(
     return result
 
 
+def result_of_rank_0(find: Callable[[], T], meeting: Rendezvous, occasion: str) -> T:
+    """What `find` returns on rank 0, which alone calls it, on every rank: as JSON holds it. Otherwise as
+    `result_on_all_ranks`.
+    """
+    store = None if meeting.store is None else dist.PrefixStore(f"result of {occasion}", meeting.store)
+
+    def of_this_rank() -> str:
+        if meeting.environment.rank:
+            return ""
+        text = json.dumps(find())
+        if store is not None:
+            store.set("result", text)
+        return text
+
+    text = result_on_all_ranks(of_this_rank, meeting, occasion)
+    if not text and store is not None:
+        text = store.get("result").decode()
+    result: T = json.loads(text)
+    return result
+
+
 @contextmanager
 def process_groups(world: World, meeting: Rendezvous, parallel: ParallelConfig) -> Iterator[ProcessGrid]:
     """A context with this rank's grid. Its groups are destroyed at the end of the block; the program's own stay.

@@ -29,6 +29,21 @@ from tests.ranks import config_error, run_ranks
 NAMES = ("mlp", "vision", "tied ends")
 
 
+OF_MODELS: dict[str, Any] = {
+    "data": [],
+    "optimizer": torch.optim.SGD,
+    "collate": list,
+    "shuffle": True,
+    "timed": True,
+}
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_what_a_model_has_is_refused_without_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is of a model of your own, and there is none"):
+        megazero.training({"train_iters": 1}, **{name: OF_MODELS[name]})
+
+
 class Rows:
     """The micro-batches of a case as samples, one behind the other. first: the first step."""
 

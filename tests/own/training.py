@@ -60,6 +60,7 @@ def trained_with(
     load: str | None = None,
     save: str | None = None,
     evaluates_each: bool = False,
+    timed: Batch | None = None,
 ) -> Trained:
     """What this rank's engine makes of a case.
 
@@ -69,12 +70,13 @@ def trained_with(
     load, save      folders with checkpoints, in front of these steps and behind them
     evaluates_each  whether there is an evaluation behind each step, of which the steps have no trace, and not behind
                     the last one alone
+    timed           as of an engine
     """
     steps = range(case.steps) if steps is None else steps
     made, evaluated = list[megazero.StepResult](), torch.tensor(0.0)
     with TemporaryDirectory() as folder:
         disks = {"nvme_path": [folder]} if "nvme" in str(run) else {}
-        with megazero.engine(model or model_of(case), optimizer, lr, {**run, **disks}) as engine:
+        with megazero.engine(model or model_of(case), optimizer, lr, {**run, **disks}, timed=timed) as engine:
             if load is not None:
                 assert engine.load(load) is not None and engine.steps == steps.start
             for step in steps:

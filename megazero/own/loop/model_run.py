@@ -219,7 +219,8 @@ def _introduction(model: Engine, train: OwnSource, start: StartPoint) -> list[tu
     trained = {each.name for unit in model.inventory for each in unit if each.is_trained}
     numbers = [count(sum(sizes.values())), count(sum(sizes[name] for name in trained))]
     length, schedule = StepPlan(run.schedule).total_iterations, run.schedule
-    layout = f"dp {axes.dp} x pp {axes.pp}, ZeRO-{run.parallel.zero_stage}, {run.optimizer.precision}"
+    cut = "" if run.parallel.partition is None else f" of {'-'.join(map(str, run.parallel.partition))} units"
+    layout = f"dp {axes.dp} x pp {axes.pp}{cut}, ZeRO-{run.parallel.zero_stage}, {run.optimizer.precision}"
     batch = f"{schedule.global_batch_size} a step in micro-batches of {schedule.micro_batch_size}"
     return [
         ("model", f"{len(model.inventory)} units, {numbers[0]} parameters, of which {numbers[1]} are trained"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.manager import find_on_all_ranks
 from megazero.config.schema import Run
@@ -21,10 +23,11 @@ from megazero.own.loop.model_run import OwnBatches, OwnJob, own_job
 from megazero.own.loop.model_steps import Beginning, ModelLoop
 from megazero.own.loop.samples import Collate, OwnSource, SampleContents, SampleSource
 from megazero.own.model import Model
-from megazero.own.opening import Opening, opening_of
+from megazero.own.opening import Opening, TimeUnits, opening_of
 from megazero.own.refusals import require_alike
 from megazero.own.settings import LoopSettings
 from megazero.own.torch_rule import MakeOptimizer
+from megazero.own.unit_times import unit_seconds
 from megazero.system.extensions import why_not_called
 from megazero.system.given import kind
 from megazero.telemetry.record import StepRecord
@@ -53,6 +56,7 @@ def training(
     optimizer: str | MakeOptimizer = "adamw",
     collate: Collate | None = None,
     shuffle: bool = False,
+    timed: bool = False,
     train_data: Rows | None = None,
     valid_data: Any = None,
     tokenizer: Tokenizer | None = None,
@@ -84,13 +88,14 @@ def training(
     valid_data  the same for validation, or several by name
     collate     a function from a list of samples to a micro-batch. None: they are stacked by name
     shuffle     whether each pass over `data` has an order of its own, which depends on `seed` and the pass
+    timed       whether rank 0 measures with the first samples how long each unit takes, and units are divided among
+                stages by these times
     optimizer   as of `engine`. The rate of each step is that of the run: `lr`, warm-up and decay
     """
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
     if model is None:
-        for name, given in (("data", data), ("collate", collate), ("shuffle", shuffle or None)):
-            if given is not None:
-                raise ConfigError([f"{name} is of a model of your own, and there is none: say model=, or train_data="])
+        own_rule = None if optimizer == "adamw" else optimizer
+        _require_unset(data=data, optimizer=own_rule, collate=collate, shuffle=shuffle, timed=timed)
         return api.training(
             run,
             train_data=train_data,
@@ -107,9 +112,17 @@ def training(
         api.Arguments(data, valid_data, None, callbacks, handle_signals, named="data"),
         collate,
         shuffle,
+        timed,
         {"train_data": train_data, "tokenizer": tokenizer},
     )
     return api.NotBegun(_training(run, model, optimizer, arguments))
+
+
+def _require_unset(**of_models: Any) -> None:
+    """Raise ConfigError where an argument of a model is set, and there is none."""
+    for name, given in of_models.items():
+        if given is not None and given is not False:
+            raise ConfigError([f"{name} is of a model of your own, and there is none: say model=, or train_data="])
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,7 @@ class ModelArguments:
     given: api.Arguments
     collate: Any
     shuffle: Any
+    timed: Any
     of_families: Mapping[str, Any]
 
     def problems(self) -> list[str]:
@@ -138,8 +152,9 @@ class ModelArguments:
         reason = None if self.collate is None else why_not_called(self.collate, "samples")
         if reason is not None:
             problems.append(f"collate: a function of a list of samples is needed; {reason}")
-        if not isinstance(self.shuffle, bool):
-            problems.append(f"shuffle is {kind(self.shuffle)}: it is True or False")
+        for name, switch in (("shuffle", self.shuffle), ("timed", self.timed)):
+            if not isinstance(switch, bool):
+                problems.append(f"{name} is {kind(switch)}: it is True or False")
         return problems
 
     def loop(self) -> LoopSettings:
@@ -150,6 +165,15 @@ class ModelArguments:
     def train(self, run: Run) -> OwnSource:
         """The samples to train on."""
         return OwnSource(self.given.train_data, "data", self.collate, run.data.seed, shuffle=self.shuffle)
+
+    def seconds_of(self, model: Model) -> TimeUnits | None:
+        """What measures the units of a model with the first samples; None if nobody asks for it."""
+
+        def measured(run: Run, device: torch.device) -> list[float]:
+            first = self.train(run).batch(range(run.schedule.micro_batch_size), seeded=True)
+            return unit_seconds(model, first, run, device)
+
+        return measured if self.timed else None
 
     def valid(self, run: Run) -> dict[str, OwnSource]:
         """The validation sets by metric. Raises ConfigError where one is too short."""
@@ -171,7 +195,7 @@ def _training(
     with (
         settings_of_torch(Environment.read()),
         StopSignals() if handles else nullcontext(StopSignals()) as signals,
-        opening_of(model, optimizer, None, run, arguments.loop(), signals) as opening,
+        opening_of(model, optimizer, None, run, arguments.loop(), signals, arguments.seconds_of(model)) as opening,
     ):
         data, beginning = _data_of(opening, arguments)
         loop = ModelLoop(beginning)
