@@ -70,6 +70,11 @@ def own_model(name: str, replicas: int = 1, **run: Any) -> Entry:
     return Entry(name, "megazero_own", {"run": run, "compile": True}, environment, replicas, "blocks compiled")
 
 
+def own_layers(name: str, replicas: int = 1, **run: Any) -> Entry:
+    """megazero's own layers as a user's modules in its engine."""
+    return replace(megazero(name, replicas=replicas), module="megazero_layers", settings={"run": run})
+
+
 def adapters(name: str, *layout: str) -> Entry:
     """megazero's adapters of rank 16 on a frozen BLOOM."""
     return replace(megazero(name, "--lora-rank", "16", *layout), module="megazero_adapters")

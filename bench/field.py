@@ -22,6 +22,7 @@ from bench.entries import (
     deepspeed,
     gpt2,
     megazero,
+    own_layers,
     own_model,
     plain,
     torch_parallel,
@@ -72,6 +73,19 @@ def own(name: str, work: Workload) -> Table:
             *SHARDING,
             replace(megazero("megazero, its own BLOOM", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
         ),
+    )
+
+
+def same_layers(name: str, title: str, work: Workload, replicas: int) -> Table:
+    """Our own layers as a user's modules, beside the run that has them as its stages: what the engine costs."""
+    of_run = ("--zero-stage", "3") if replicas > 1 else ()
+    of_engine = {"zero_stage": 3} if replicas > 1 else {}
+    return Table(
+        name,
+        title,
+        work,
+        own_layers("megazero's layers as a user's modules", replicas=replicas, **of_engine),
+        (megazero("megazero's own stages", *of_run, replicas=replicas),),
     )
 
 
@@ -132,6 +146,8 @@ TABLES = (
         (deepspeed(2), deepspeed(3, "; shards the parameters as well")),
     ),
     own("own-ZeRO-3", WIDE),
+    same_layers("own-cost", "one process, 2 threads, BLOOM, 8 layers of 512, 4 x 512 tokens", W1, 1),
+    same_layers("own-cost-few", "two ranks, BLOOM, 8 layers of 1024, 2 x 1 x 128 tokens", FEW, 2),
     own("own-ZeRO-3-few", FEW),
     sharded("ZeRO-3", WIDE),
     sharded("ZeRO-3-few", FEW),

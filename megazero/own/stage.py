@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
 from megazero.own.model import BatchTensors, OwnUnit, Unit
 from megazero.own.taken_tensors import META, buffer_dtype
-from megazero.system.generators import torch_generators_kept
+from megazero.system.generators import seed_torch, torch_generators_kept
 from megazero.system.notes import add_note
 
 PLAIN = tuple, dict
@@ -92,7 +92,7 @@ class OwnStage(nn.Module):
         is, and leave no trace in torch's generators.
         """
         with torch_generators_kept(self.counted.device):
-            torch.manual_seed(zlib.crc32(f"{batch.draws} {unit.name}".encode()))
+            seed_torch(zlib.crc32(f"{batch.draws} {unit.name}".encode()), self.counted.device)
             return unit(hidden, batch.tensors)
 
     def _kept(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors) -> dict[str, Tensor]:

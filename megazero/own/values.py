@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megazero.config.source import ConfigError
 from megazero.own.model import Unit, Units
+from megazero.system.generators import seed_torch, torch_generators_kept
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules make their values."""
@@ -92,8 +93,9 @@ def materialised(name: str, blank: nn.Module) -> nn.Module:
     Raises ConfigError for a module that has parameters or buffers, and no method that makes their values.
     """
     module = copy.deepcopy(blank).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed((torch.initial_seed() + zlib.crc32(name.encode())) % 2**63)
+    host = torch.device("cpu")
+    with torch_generators_kept(host):
+        seed_torch((torch.initial_seed() + zlib.crc32(name.encode())) % 2**63, host)
         whole: Any = getattr(module, "reset_unit", None)
         if whole is not None:
             whole()

@@ -84,6 +84,14 @@ def device_count(device: torch.device) -> int:
     return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Torch's generators of the host, and of a device where that has one of its own."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[number]]
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all work that was launched on it."""
     if device.type == "cuda":

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megazero.system.device import generators
+
 
 def generator_states() -> tuple[object, ...]:
     """The states of those of the host, which compare."""
@@ -40,8 +42,20 @@ def host_generators_kept() -> Iterator[None]:
 @contextmanager
 def torch_generators_kept(device: torch.device) -> Iterator[None]:
     """A context behind which torch's, of the host and of a device, are as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    kept = [(generator, generator.get_state()) for generator in generators(device)]
+    try:
         yield
+    finally:
+        for generator, state in kept:
+            generator.set_state(state)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's, of the host and of a device: those draw what they draw behind `torch.manual_seed`. That formats the
+    stack at each call for each kind of device that has not begun, which takes longer than a small unit.
+    """
+    for generator in generators(device):
+        generator.manual_seed(seed)
 
 
 DRAWING = frozenset(
