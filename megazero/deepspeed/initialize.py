@@ -59,6 +59,8 @@ def initialize(
         raise ValueError("initialize needs config=, a file or its content")
     settings = settings_of(config)
     given = OneGroup(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    if given is not None:
+        given.require_all(model)
     make = given.maker() if given is not None else _maker(optimizer) or settings.optimizer
     if make is None:
         raise ValueError("there is no optimizer: hand over optimizer=, or name one in the configuration")

@@ -164,11 +164,39 @@ class OneGroup:
         self.optimizer.param_groups[0]["lr"] = lr
 
     def maker(self) -> MakeOptimizer:
-        """What makes optimizers of this class, with these options."""
+        """What makes optimizers of this class, with these options. Raises ValueError where that would be another one:
+        of options that nobody can read, or of steps that it has made.
+        """
         kind = type(self.optimizer)
-        taken = inspect.signature(kind.__init__).parameters
-        options = {**self.optimizer.defaults, **self._options, "lr": self.lr}
-        return partial(kind, **{name: value for name, value in options.items() if name in taken})
+        states = self.optimizer.state.values()
+        if any(float(state.get("step", 1)) > 0 for state in states if state):  # some are made with an empty sum
+            raise ValueError(
+                f"{kind.__name__} has made steps already, whose state the engine would not have: hand over a new one"
+            )
+        given = {**self.optimizer.defaults, **self._options, "lr": self.lr}
+        options = dict[str, Any]()
+        for name, parameter in [*inspect.signature(kind).parameters.items()][1:]:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if name not in given and not hasattr(self.optimizer, name):
+                raise ValueError(
+                    f"{kind.__name__} does not say with which {name} it was made: hand over what makes it, such as "
+                    f"functools.partial({kind.__name__}, ...)"
+                )
+            options[name] = given[name] if name in given else getattr(self.optimizer, name)
+        return partial(kind, **options)
+
+    def require_all(self, module: nn.Module) -> None:
+        """Raise ValueError if the group does not have the parameters of a module that are trained, or has others."""
+        held = {id(parameter) for parameter in self.optimizer.param_groups[0]["params"]}
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if missing := [name for name, parameter in trained.items() if id(parameter) not in held]:
+            raise ValueError(
+                f"the optimizer does not have {missing[0]} ({len(missing)} of the {len(trained)} parameters that the "
+                "module trains): freeze what it is not to train, by requires_grad_(False), or hand all of them over"
+            )
+        if len(held) > len({id(parameter) for parameter in module.parameters()} & held):
+            raise ValueError("the optimizer has parameters that are none of the module's, which nobody would update")
 
     def hold(self, parameters: Iterable[nn.Parameter]) -> None:
         """Put an engine's parameters in the places of those from before."""

@@ -45,9 +45,13 @@ class Engine(EngineState):
 
     def __init__(self, model: Model, opening: Opening, loop: StepLoop | None = None) -> None:
         super().__init__(model, opening, loop)
-        self._called = model.called_units
+        self._called, self._compared = model.called_units, set[str]()
         self.steps_engine = ShapedEngine(
-            self.stages, self._made_for, self._forget_gradients, is_cut=len(self._placed.chunks) > 1
+            self.stages,
+            self._made_for,
+            self._forget_gradients,
+            lambda: self.state.reducer.taken,
+            is_cut=len(self._placed.chunks) > 1,
         )
 
     def step(self, batches: GivenBatches, lr: float | None = None) -> StepResult:
@@ -62,7 +66,7 @@ class Engine(EngineState):
         self.require_own_loop("step")
         self.require_as_before()
         self.lr = self.lr if lr is None else learning_rate(lr)
-        taken, engine = self._taken(batches), self.steps_engine
+        taken, engine = self._taken(batches, "step"), self.steps_engine
         engine.warm_up(taken, self.scaler.scale)
         end = self._begin_step(engine.counted, reports=engine.has_loss)
         engine.train(taken, end.scale, end, owed=end.values is not None)
@@ -72,7 +76,7 @@ class Engine(EngineState):
         """The mean loss of micro-batches, as of `step`, with the modules in evaluation mode. A collective of all
         ranks.
         """
-        taken, engine = self._taken(batches), self.steps_engine
+        taken, engine = self._taken(batches, "evaluation"), self.steps_engine
         loss = engine.evaluate(taken)
         total, number = self._reduce(loss if engine.has_loss else 0.0, engine.counted)
         return total / number
@@ -80,10 +84,19 @@ class Engine(EngineState):
     def _settle(self, values: UpdateValues) -> None:
         self.steps_engine.settle(OwedStepEnd(self.optimizer, values))
 
-    def _taken(self, batches: GivenBatches) -> list[OwnBatch]:
-        """This rank's micro-batches on the device, for which the ranks have compared what each was given."""
+    def close(self) -> None:
+        """Make the updates that are owed, unless an error has left a step in its midst. Else as of `EngineState`."""
+        if not self.steps_engine.is_broken:
+            self.state.wait_parameters()
+        super().close()
+
+    def _taken(self, batches: GivenBatches, what: str) -> list[OwnBatch]:
+        """This rank's micro-batches on the device, for which the ranks have compared what each was given: in the first
+        step, or evaluation (`what`), also their contents.
+        """
         taken = micro_batches(batches, self.grid.device)
-        require_same_batches(taken, self.grid)
+        require_same_batches(taken, self.grid, self.lr, contents=what not in self._compared)
+        self._compared.add(what)
         when, first = self.words_of_step(), self.data_rank * len(taken)
         return [replace(batch, draws=f"{when} {number}") for number, batch in enumerate(taken, first)]
 

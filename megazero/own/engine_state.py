@@ -25,9 +25,10 @@ from megazero.mpu.parameter import spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import Unit, Units
 from megazero.own.opening import Opening
-from megazero.own.rank_units import PlacedModel, place_model, structure_digest, values_digest
+from megazero.own.rank_units import PlacedModel, place_model, require_free, structure_digest, values_digest
 from megazero.own.refusals import TrainedParameters, require_alike, require_json
 from megazero.own.saved import OwnCheckpoints, ParameterShape, kept_in, require_names, require_same_optimizer
+from megazero.own.settings import settings_digest
 from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import host_activations, step_lists
@@ -102,10 +103,13 @@ class EngineState:
         self.run, self.lr, self.grid = run, opening.lr, grid
         self.dtype = compute_dtype(run.optimizer.precision)
         self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
+        attempt_on_all_ranks(grid.world, grid.device, lambda: require_free(model))  # before its values are compared
         digests = {
             "have other models: other units, names, shapes or dtypes": structure_digest(model),
             "begin with other values: seed torch alike on all of them": values_digest(model),
         }
+        rule = "" if opening.rule is None else opening.rule.words
+        digests["have other settings, or options of the optimizer"] = settings_digest(run, rule, opening.lr)
         require_alike(digests, grid)
         becomes_whole = loop is not None and whole_steps(run.offload)
         untrained = values_digest(model, trained=False) if becomes_whole else 0
@@ -114,7 +118,6 @@ class EngineState:
         self.stages = placed.stages
         files = opening.files
         if files is not None and loop is not None and becomes_whole:
-            rule = "" if opening.rule is None else opening.rule.words
             files.owner = loop.owner(ModelContents(run, grid, placed.inventory, placed.chunks, rule, untrained))
         opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
@@ -132,8 +135,9 @@ class EngineState:
         self._lists = step_lists(run, grid.at.pp, shape)
         self._activations = host_activations(run, grid.device)
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
-        rounded = self.dtype.itemsize <= 2 or run.parallel.zero_quantized_weights
-        masters = rounded or brings_parameters(run.parallel, run.offload)
+        # where a rank has the only numbers of a weight, and updates them in place, a program may change them
+        alone = run.parallel.zero_stage == 0 and not run.offload.offload_optimizer and not run.parallel.late_update
+        masters = not alone or self.dtype.itemsize <= 2 or brings_parameters(run.parallel, run.offload)
         self._trained = TrainedParameters(self._units(), unused=model.unused, masters=masters)
         opening.leave_first()
 
@@ -321,12 +325,18 @@ class EngineState:
         """Go on from the newest complete checkpoint in a folder, of any layout and precision, or from the one that the
         folder is; return what was handed to `save`. None, and nothing changes, if there is none.
 
-        weights_only: whether training begins anew, with the weights, frozen parameters and buffers of the checkpoint
+        weights_only: whether training begins anew, with the weights, frozen parameters and buffers of the checkpoint.
+                      An engine that has made steps has what the optimizer keeps of them, and cannot
 
         A collective of all ranks. Raises Damaged, or ValueError with the names that the model or the optimizer does not
         share.
         """
         self.require_own_loop("load")
+        if weights_only and self.steps:
+            raise RuntimeError(
+                f"weights_only begins anew, and this engine has made {self.steps} steps, of which its optimizer keeps "
+                "moments: load into a new engine"
+            )
         checkpoint = find_on_all_ranks(Path(folder), self.grid)
         if checkpoint is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from megazero.own.settings import chunk_units
 from megazero.own.stage import OwnStage
 from megazero.own.taken_tensors import BroughtParameter, forget_values, take_buffers, take_parameters
 from megazero.own.values import InitialValues
+from megazero.pipeline.build import vertical_order
 from megazero.pipeline.stage_specs import chunks_of
 
 
@@ -42,15 +44,18 @@ class PlacedModel:
     values: InitialValues
 
 
+def require_free(model: Units) -> None:
+    """Raise ConfigError for a model that an engine has already."""
+    if model.is_taken:
+        raise ConfigError(["the model is an engine's already, and its parameters are the engine's: make another one"])
+
+
 def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
     """Make the parameters of this rank's units those of a model state, without values, and free those of others.
 
-    Communicates nothing. Raises ConfigError for a model that an engine has already, and for parameters of kinds that no
-    model state takes.
+    Communicates nothing. Raises ConfigError for parameters of kinds that no model state takes.
     """
-    if model.is_taken:
-        raise ConfigError(["the model is an engine's already, and its parameters are the engine's: make another one"])
-    if problems := [*_untrainable(model)]:
+    if problems := [*_untrainable(model), *_overlapping(model)]:
         raise ConfigError(problems)
     model.is_taken = True
     chunks = chunks_of_units(model, run)
@@ -71,18 +76,29 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
     for number, unit in enumerate(model.units):
         # a module that is used twice may be here and elsewhere
         if number not in here and used.isdisjoint(map(id, unit.modules())):
-            forget_values(unit)
-    stages = [_stage([model.units[number] for number in units], units, model, run, grid) for units in own]
+            forget_values(unit, model.names)
+    shared = len(chunks) > 1 or vertical_order(run) is not None
+    keeps = shared and _share_buffers(model)
+    stages = [_stage([model.units[number] for number in units], units, model, run, grid, keeps=keeps) for units in own]
     return PlacedModel(model.units, chunks, inventory, stages, values)
 
 
-def _stage(units: Sequence[Unit], numbers: range, model: Units, run: Run, grid: ProcessGrid) -> OwnStage:
+def _share_buffers(model: Units) -> bool:
+    """Whether two units have a buffer together."""
+    every = [id(buffer) for unit in model.units for buffer in {*unit.buffers()}]
+    return len(every) > len({*every})
+
+
+def _stage(
+    units: Sequence[Unit], numbers: range, model: Units, run: Run, grid: ProcessGrid, *, keeps: bool
+) -> OwnStage:
+    """keeps: whether units have buffers together that they would not change in the order of the model."""
     again = run.parallel.recompute_granularity == "full"
     return OwnStage(
         units,
         has_loss=numbers.stop == len(model.units),
         computes_again=again,
-        keeps_buffers=again or grid.replicas.size > 1 or whole_steps(run.offload),
+        keeps_buffers=keeps or again or grid.replicas.size > 1 or whole_steps(run.offload),
         device=grid.device,
     )
 
@@ -99,6 +115,21 @@ def _untrainable(model: Units) -> Iterator[str]:
         for name, module in unit.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 yield f"module {unit.prefix}{name} has sparse=True: gradients are added in one piece, and are dense"
+
+
+def _overlapping(model: Units) -> Iterator[str]:
+    """Tensors that are several and have memory in common: an engine would give each its own."""
+    ranges = dict[int, tuple[int, int, str]]()
+    for unit in model.units:
+        for name, tensor in unit.tensors():
+            if not tensor.is_meta and tensor.numel() and tensor.is_contiguous():
+                ranges.setdefault(id(tensor), (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    for (_, stop, name), (start, _, other) in pairwise(sorted(ranges.values())):
+        if start < stop:
+            yield (
+                f"{name} and {other} are two tensors in one memory: of an engine each has memory of its own. Let both "
+                "be one parameter, or one of them a copy"
+            )
 
 
 def chunks_of_units(model: Units, run: Run) -> tuple[range, ...]:

@@ -72,23 +72,45 @@ def require_alike(digests: Mapping[str, int], grid: ProcessGrid) -> None:
             raise ConfigError([f"the ranks {words}"])
 
 
-def require_same_batches(batches: Sequence[OwnBatch], grid: ProcessGrid) -> None:
-    """Raise ConfigError on all ranks if some have other numbers of micro-batches, or stages of a pipeline other
-    shapes. Otherwise ranks would wait for each other, or take messages of other lengths.
+def require_same_batches(batches: Sequence[OwnBatch], grid: ProcessGrid, lr: float, *, contents: bool) -> None:
+    """Raise ConfigError on all ranks if some have other numbers of micro-batches or another learning rate, or stages of
+    a pipeline other shapes. Otherwise ranks would wait for each other, take messages of other lengths, or have other
+    weights.
+
+    contents: whether stages compare also what is in the micro-batches, which are all read for that.
 
     A collective of all ranks, for which the host waits: without it no rank knows what another one has been given.
     """
     digest = zlib.crc32(repr(shapes_of(batches[0].tensors)).encode())
-    of_stages = torch.tensor([digest, -digest], dtype=torch.float64, device=grid.device)
+    inside = _contents_digest(batches) if contents and grid.pp.size > 1 else 0
+    of_stages = torch.tensor([digest, -digest, inside, -inside], dtype=torch.float64, device=grid.device)
     collectives.all_reduce(of_stages, grid.pp, "max").wait()
-    number = of_stages.new_tensor([len(batches), -len(batches)])
-    both = torch.cat([number, of_stages.sum(0, keepdim=True)])
+    same = of_stages.new_tensor([len(batches), -len(batches), lr, -lr])
+    both = torch.cat([same, of_stages.view(2, 2).sum(1)])
     collectives.all_reduce(both, grid.world, "max").wait()
-    most, least, apart = both.tolist()
+    most, least, most_lr, least_lr, apart, inside_apart = both.tolist()
     if most != -least:
         raise ConfigError([f"the ranks take other numbers of micro-batches in a step: from {-least:.0f} to {most:.0f}"])
+    if most_lr != -least_lr:
+        raise ConfigError([f"the ranks have other learning rates in a step: from {-least_lr:g} to {most_lr:g}"])
     if apart:
         raise ConfigError(["the stages of a pipeline take micro-batches of other names, shapes or dtypes"])
+    if inside_apart:
+        raise ConfigError(
+            [
+                "the stages of a pipeline take other micro-batches: those of a part have the micro-batches of that "
+                "part, by engine.data_rank, and not by the number of the rank"
+            ]
+        )
+
+
+def _contents_digest(batches: Sequence[OwnBatch]) -> int:
+    digest = 0
+    for batch in batches:
+        for _, tensor in sorted(batch.tensors.items()):
+            numbers = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = zlib.crc32(numbers.data, digest)
+    return digest
 
 
 class TrainedParameters:

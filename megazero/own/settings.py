@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megazero.config.derive import whole_steps
 from megazero.config.dtypes import PRECISION_OF
+from megazero.config.dump import run_dict
 from megazero.config.flags import fields_for_flags
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import build_run, run_options
@@ -207,6 +209,18 @@ def chunk_units(run: Run, costs: Sequence[float]) -> tuple[range, ...]:
         sizes = (inner[0] + 1, *inner[1:-1], inner[-1] + 1)
     ends = [*accumulate(sizes)]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def settings_digest(run: Run, rule: str, lr: float) -> int:
+    """What is equal where ranks have the same settings. Each may have folders of its own.
+
+    rule: an optimizer of torch in words. lr: that of the first step.
+    """
+    sections = {name: dict(part) for name, part in run_dict(run).items() if name in SECTIONS_OF_LOOP}
+    for name in ("nvme_path", "metrics_file", "tensorboard_dir", "save", "load"):
+        for section in sections.values():
+            section.pop(name, None)
+    return zlib.crc32(repr((sections, run.data.seed, rule, lr)).encode())
 
 
 def divided_by(run: Run, seconds: Sequence[float]) -> Run:

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from megazero.own.model import OwnUnit
 from megazero.own.stage import OwnBatch, OwnStage, shapes_of
 from megazero.pipeline.actions import StepEnd
 from megazero.pipeline.engine import PipelineEngine
+from megazero.pipeline.schedule_run import GradientBeside
 
 
 class ShapedEngine:
@@ -19,6 +21,9 @@ class ShapedEngine:
     is_cut    whether the model is on several stages
     make      makes the engine for micro-batches of the shapes of one
     forget    has the model state forget the gradients that have come
+    taken     the number of gradients that have come so far
+
+    is_broken  whether an error has left a step or an evaluation in its midst
     """
 
     def __init__(
@@ -26,10 +31,12 @@ class ShapedEngine:
         stages: Sequence[OwnStage],
         make: Callable[[OwnBatch], PipelineEngine],
         forget: Callable[[], None],
+        taken: Callable[[], int],
         *,
         is_cut: bool,
     ) -> None:
         self._stages, self._make, self._forget, self._is_cut = tuple(stages), make, forget, is_cut
+        self._taken, self._taken_in_steps, self.is_broken = taken, 0, False
         self._engines: dict[object, PipelineEngine] = {}
 
     @property
@@ -54,10 +61,12 @@ class ShapedEngine:
         each step, before what the step before has left is taken over.
         """
         engine = self._of(micro_batches)
+        self._require_whole()
         if not engine.is_warm[True]:
             with self._without_trace():
                 engine.warm_up(micro_batches, loss_factor)
                 self._forget()
+            self._taken_in_steps = self._taken()
 
     def train(
         self,
@@ -70,7 +79,16 @@ class ShapedEngine:
     ) -> Tensor:
         """See `PipelineEngine.train`."""
         self._forget_counts()
-        return self._of(micro_batches).train(micro_batches, loss_factor, end, owed=owed, early=early)
+        engine = self._of(micro_batches)
+        if self._taken() != self._taken_in_steps:
+            raise RuntimeError(
+                "gradients have come to parameters of the units in a backward that is not the engine's, and are among "
+                "those of its steps: call such a backward on a copy of the modules"
+            )
+        with self._to_its_end():
+            loss = engine.train(micro_batches, loss_factor, end, owed=owed, early=early)
+        self._taken_in_steps = self._taken()
+        return loss
 
     def settle(self, end: StepEnd) -> None:
         """See `PipelineEngine.settle`."""
@@ -84,7 +102,8 @@ class ShapedEngine:
             with self._without_trace():
                 engine.warm_up_evaluation(micro_batches)
         self._forget_counts()
-        return engine.evaluate(micro_batches)
+        with self._to_its_end():
+            return engine.evaluate(micro_batches)
 
     def _of(self, micro_batches: Sequence[OwnBatch]) -> PipelineEngine:
         shapes = shapes_of(micro_batches[0].tensors)
@@ -97,6 +116,30 @@ class ShapedEngine:
         if shapes not in self._engines:
             self._engines[shapes] = self._make(micro_batches[0])
         return self._engines[shapes]
+
+    def _require_whole(self) -> None:
+        if self.is_broken:
+            raise RuntimeError(
+                "a step or an evaluation of this engine has raised an error: its gradients, and parameters of its "
+                "units, are as they were in its midst. Go on from a checkpoint with another engine"
+            )
+
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """A context that cannot be entered any more once an error has left it."""
+        self._require_whole()
+        self.is_broken = True
+        try:
+            yield
+        except GradientBeside as error:
+            unit = self._stages[error.chunk].units()[error.unit]
+            name = unit.name if isinstance(unit, OwnUnit) else error.unit
+            raise RuntimeError(
+                f"a gradient reaches unit {name!r} beside what the unit returns: a unit behind it has taken one of its "
+                "tensors by another way, such as an attribute. In this layout units compute one by one. Let the "
+                "units between hand that tensor on, in a tuple or a dict"
+            ) from error
+        self.is_broken = False
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:

@@ -105,15 +105,40 @@ def take_buffers(unit: Unit, dtype: torch.dtype, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device, buffer_dtype(buffer, dtype))
 
 
-def forget_values(unit: Unit) -> None:
+class ParameterElsewhere(nn.Parameter):
+    """One of a unit on another rank, where a module of this rank may have it in a list of its own. A use of it is an
+    error: its numbers are those from before training.
+    """
+
+    own_name: str
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter {self.own_name}, which is on another rank"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of_function(func) not in NO_USE:
+            name = next((each.own_name for each in args if isinstance(each, ParameterElsewhere)), "of another rank")
+            raise RuntimeError(
+                f"parameter {name} is that of a unit on another stage: a module that computes with it has it as an "
+                "attribute of its own (self.weight = other.weight), and not in a list"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def forget_values(unit: Unit, names: Mapping[int, str]) -> None:
     """Free the memory of the parameters and buffers of a unit that is on another rank, but for parameters that this
-    rank has too.
+    rank has too. names: from the number of each parameter of the model to its name.
     """
     for module in unit.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not isinstance(parameter, Parameter):
-                blank = torch.empty_like(parameter, device=META)
+                blank = torch.empty(parameter.shape, dtype=parameter.dtype, device=META)
                 setattr(module, name, nn.Parameter(blank, parameter.requires_grad))  # an RNN has a list beside
+                if type(parameter) is nn.Parameter and not parameter.is_meta:
+                    known = names[id(parameter)]
+                    parameter.__class__ = ParameterElsewhere
+                    cast(ParameterElsewhere, parameter).own_name = known
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=META)

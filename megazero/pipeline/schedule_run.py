@@ -55,9 +55,13 @@ class GraphEntry:
     freed as soon as no unit of the graph needs it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int = 0, unit: int = 0) -> None:
         self.gradients: tuple[Tensor | None, ...] = ()
         self.graded: tuple[bool, ...] = (True,)
+        self.at = chunk, unit
+        """Of a computation: the rank's own number of its chunk, and its first unit there."""
+        self.is_closed = False
+        """Whether no backward is under way that ends here."""
 
     def enter(self, hidden: BundleType, graded: tuple[bool, ...] = (True,)) -> BundleType:
         """The hidden state as tensors whose gradients are wanted. graded: which of its tensors these are."""
@@ -80,6 +84,14 @@ class GraphEntry:
         return tuple(next(gradients, None) if is_graded else None for is_graded in self.graded)
 
 
+class GradientBeside(RuntimeError):
+    """A gradient reaches a computation by another way than from the computation behind it. chunk, unit: its own."""
+
+    def __init__(self, chunk: int, unit: int) -> None:
+        super().__init__(f"a gradient reaches unit {unit} of chunk {chunk} beside what units hand to each other")
+        self.chunk, self.unit = chunk, unit
+
+
 class _Enter(torch.autograd.Function):
     """(an empty tensor that has the graph recorded, entry, tensors of a hidden state) -> these tensors."""
 
@@ -92,6 +104,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if ctx.entry.is_closed:
+            raise GradientBeside(*ctx.entry.at)
         ctx.entry.gradients = grads
         return None, None, *(None for _ in grads)
 
@@ -217,8 +231,9 @@ class ScheduleRun:
         where, key = (i.micro_batch, i.chunk), self._key(i)
         hidden, graded = self._input(i, units.start)
         if hidden is not None and self.trains and any(graded):
-            self.entries[key] = GraphEntry()
+            self.entries[key] = GraphEntry(i.chunk, units.start)
             hidden = self.entries[key].enter(hidden, graded)
+            self.entries[key].is_closed = True
         with self.kept[key].recording() if key in self.kept else nullcontext():
             output: Bundle = self.parts.stages[i.chunk](hidden, self.micro_batches[i.micro_batch], i.units)
         tensors = tensors_of(output)
@@ -264,6 +279,8 @@ class ScheduleRun:
         edges = self.edges.pop(key)
         # none where the next unit's graph begins with no input of this one: all in front of it is frozen
         gradients = (self.given.pop(where) if units.stop < count else self._gradients(i)) or (None,) * len(edges)
+        if key in self.entries:
+            self.entries[key].is_closed = False
         self.state.gradients.before_backward(key if i.op is Op.BACKWARD_INPUT else None)
         both = [
             (edge, gradient)

@@ -170,6 +170,22 @@ def test_a_wrong_configuration(name: str) -> None:
         engine_of(CASE.built(), **changed)
 
 
+class Scaled(torch.optim.SGD):
+    """With an option that no one can read."""
+
+    def __init__(self, params: Any, scale: float) -> None:
+        super().__init__(params, lr=0.1 * scale)
+
+
+def stepped(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
 def test_wrong_arguments() -> None:
     module = CASE.built()
     two = [{"params": [each], "lr": 0.1} for each in module.parameters()][:2]
@@ -179,6 +195,10 @@ def test_wrong_arguments() -> None:
         ({"config": {"train_batch_size": 4}}, "there is no optimizer"),
         ({"optimizer": torch.optim.SGD(two)}, "2 groups of parameters"),
         ({"optimizer": 3}, "optimizer is int"),
+        ({"optimizer": torch.optim.SGD([*module.parameters()][1:])}, "the optimizer does not have .* parameters that"),
+        ({"optimizer": torch.optim.SGD([*module.parameters(), nn.Parameter(torch.ones(2))])}, "none of the module's"),
+        ({"optimizer": stepped(module)}, "SGD has made steps already"),
+        ({"optimizer": Scaled(module.parameters(), 5.0)}, "Scaled does not say with which scale it was made"),
     ]
     for given, words in wrong:
         with pytest.raises(ValueError, match=words):

@@ -342,16 +342,24 @@ def test_what_cannot_be_cut_is_named(name: str) -> None:
         megazero.from_transformers(model, layers=layers)
 
 
-def test_a_micro_batch_without_labels_is_named() -> None:
-    with megazero.engine(megazero.from_transformers(built("cohere")), run=RULE) as engine:
-        tokens = torch.ones(1, 4, dtype=torch.long)
-        with pytest.raises(ValueError, match="the micro-batch has no 'labels': it has input_ids"):
-            engine.step({"input_ids": tokens})
-        with pytest.raises(ValueError, match="the micro-batch has no 'input_ids': it has labels"):
-            engine.step({"labels": tokens})
-        with pytest.raises(
-            ValueError, match=r"'labels' of the micro-batch are \[1, 3\], and the logits are \[1, 4, 61\]"
-        ):
-            engine.step({"input_ids": tokens, "labels": tokens[:, 1:]})
-        with pytest.raises(ValueError, match="the micro-batch has 'use_cache', which the units set themselves"):
-            engine.step({"input_ids": tokens, "labels": tokens, "use_cache": tokens})
+TOKENS = torch.ones(1, 4, dtype=torch.long)
+LACKING: dict[str, tuple[dict[str, Tensor], str]] = {
+    "labels": ({"input_ids": TOKENS}, "the micro-batch has no 'labels': it has input_ids"),
+    "tokens": ({"labels": TOKENS}, "the micro-batch has no 'input_ids': it has labels"),
+    "a label": (
+        {"input_ids": TOKENS, "labels": TOKENS[:, 1:]},
+        r"'labels' of the micro-batch are \[1, 3\], and the logits are \[1, 4, 61\]",
+    ),
+    "nothing": (
+        {"input_ids": TOKENS, "labels": TOKENS, "use_cache": TOKENS},
+        "the micro-batch has 'use_cache', which the units set themselves",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_micro_batch_of_other_tensors_is_named(name: str) -> None:
+    given, told = LACKING[name]
+    engine = megazero.engine(megazero.from_transformers(built("cohere")), run=RULE)
+    with engine, pytest.raises(ValueError, match=told):
+        engine.step(given)
