@@ -22,7 +22,7 @@ _PLACES = {
     "StepResult": "megazero.own.engine",
     "engine": "megazero.own.engine",
     "from_sequential": "megazero.own.model",
-    "from_transformers": "megazero.own.causal_lm",
+    "from_transformers": "megazero.own.transformers_models.cutting",
     "load": "megazero.convert.loading",
     "pretrain": "megazero.train.api",
     "training": "megazero.own.loop.training",

@@ -11,9 +11,10 @@ import megazero
 from bench.contestants.common import Step, compile_blocks, rank
 from bench.contestants.transformers_ import model_of
 from bench.workload import Batches, Workload
-from megazero.own.causal_lm import IGNORED
 
 PRECISIONS = ("bf16", "fp32")
+IGNORED = -100
+"""A label that does not count."""
 
 
 def shifted(labels: Tensor) -> Tensor:

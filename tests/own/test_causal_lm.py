@@ -245,8 +245,9 @@ class Family(nn.Module):
         hidden = self.norm(hidden) if "twice" in self.more else hidden
         hidden = hidden * self.gain if "itself" in self.more else hidden
         scale = first.mean(-1, keepdim=True) if "argument" in self.more else None
-        scale = self.middle(torch.ones(8)) if "frozen argument" in self.more else scale
+        scale = self.middle(torch.ones(8, dtype=first.dtype)) if "frozen argument" in self.more else scale
         for layer in self.layers:
+            scale = hidden.mean(-1, keepdim=True) if "each layer" in self.more else scale
             hidden = layer(hidden, scale)
             hidden = hidden * 0.5 if "scales" in self.more else hidden
             hidden = hidden.mul_(0.5) if "in place" in self.more else hidden
@@ -258,20 +259,18 @@ class Family(nn.Module):
 
 
 BETWEEN = "cannot be cut into units: it changes the hidden state between two layers"
-MORE = "cannot be cut into units: layer 0 gets something beside its hidden state that depends on the embedding"
+MORE = "cannot be cut into units: layer 1 gets something beside its hidden state that depends on the embedding"
 UNCUT: Mapping[str, str] = MappingProxyType(
     {
         "scales": BETWEEN,
         "in place": BETWEEN,
         "a frozen between": BETWEEN,
         "skips": "cannot be cut into units: what follows the layers reads more than what the last one makes",
-        "an argument": MORE,
-        "a frozen argument": MORE,
-        "a norm twice": "it calls norm in front of the layers and behind them",
+        "an argument of each layer": MORE,
         "a list": r"it uses gains\.0 elsewhere than in a module that it calls",
         "the model itself": "it uses gain elsewhere than in a module that it calls",
         "a table": r"it uses words\.weight elsewhere than in a module that it calls",
-        "a module for nothing": r"parameter idle\.weight of Family is in no module that the model calls",
+        "a module for nothing": r"its parameter idle\.weight is in no module that the model calls",
     }
 )
 """What a model does, and the words that refuse it: its numbers would be wrong, without an error."""
@@ -282,6 +281,34 @@ def test_what_units_cannot_do_is_refused(more: str) -> None:
     megazero.from_transformers(Family("no more"))
     with pytest.raises(ValueError, match=UNCUT[more]):
         megazero.from_transformers(Family(more))
+
+
+MORE_IN_UNITS = ("no more", "an argument", "a frozen argument", "a norm twice")
+"""What a model does that units do, too: what its layers get beside their hidden state goes from unit to unit."""
+
+
+def more_trained(rank: int, layout: dict[str, Any]) -> list[Trained]:
+    return [
+        trained_with(case_of_more(more), {**RULE, **layout}, model=megazero.from_transformers(family_with(more)))
+        for more in MORE_IN_UNITS
+    ]
+
+
+def family_with(more: str) -> nn.Module:
+    torch.manual_seed(5)
+    return Family(more).double()
+
+
+def case_of_more(more: str) -> Case:
+    return Case(lambda: [Whole(family_with(more))], None, micro_batch, steps=3)
+
+
+def test_what_layers_get_beside_goes_from_unit_to_unit() -> None:
+    for made in (*run_ranks(1, more_trained, {}), *run_ranks(2, more_trained, {"pp": 2})):
+        for more, own in zip(MORE_IN_UNITS, made, strict=True):
+            expected = plainly_trained(case_of_more(more))
+            values = {name.removeprefix("0.model."): value for name, value in expected.values.items()}
+            require_equal(own, replace(expected, values=values), more)
 
 
 def with_a_head(kind: str) -> nn.Module:

@@ -102,20 +102,6 @@ def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
             megazero.from_transformers(built(kind))
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        ("ViTForImageClassification", "ViTConfig", "takes pixel_values, and no input_ids: wrap its parts as units"),
-        ("T5ForConditionalGeneration", "T5Config", "is an encoder with a decoder, .*: wrap its parts as units"),
-    ],
-)
-def test_a_model_of_other_parts_is_named(kind: str, config: str, message: str) -> None:
-    with torch.device("meta"):
-        model = getattr(transformers, kind)(getattr(transformers, config)(num_hidden_layers=2))
-    with pytest.raises(ValueError, match=message):
-        megazero.from_transformers(model, loss=entropy)
-
-
 def test_layers_that_are_left_out_at_random_are_refused() -> None:
     config = transformers.OPTConfig(**{**HEADS, "ffn_dim": 20, "num_labels": CLASSES, "layerdrop": 0.1})
     with pytest.raises(ValueError, match=r"leaves out layers at random \(layerdrop 0.1\)"):
