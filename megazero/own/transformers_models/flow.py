@@ -23,16 +23,15 @@ Origin = tuple[int, Place]
 
 
 class LayerCall:
-    """The arguments of a call of a layer.
-
-    given     the positional and the named ones
-    versions  how often the tensors in it were changed in place when the layer got them
-    """
+    """The arguments of a call of a layer. given: the positional and the named ones."""
 
     def __init__(self, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         self.given = tuple(args), dict(named)
-        self.tensors = tensors_at(self.given)
-        self.versions = {place: tensor._version for place, tensor in self.tensors.items()}
+
+    @cached_property
+    def tensors(self) -> dict[Place, Tensor]:
+        """The tensors in it."""
+        return tensors_at(self.given)
 
     @property
     def hidden(self) -> Tensor:
@@ -43,6 +42,14 @@ class LayerCall:
     def hidden_place(self) -> Place:
         """The place of the hidden state."""
         return next(place for place, tensor in self.tensors.items() if tensor is self.hidden)
+
+
+class NotedCall(LayerCall):
+    """The same in a look. versions: how often the tensors in it were changed in place when the layer got them."""
+
+    def __init__(self, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        super().__init__(args, named)
+        self.versions = {place: tensor._version for place, tensor in self.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ def returned(number: int, made: Any) -> dict[Origin, Tensor]:
     return {(number, place): tensor for place, tensor in tensors_at(made).items()}
 
 
-def flow_of(calls: Sequence[LayerCall], others: Sequence[LayerCall], made: Sequence[Any]) -> Flow:
+def flow_of(calls: Sequence[NotedCall], others: Sequence[NotedCall], made: Sequence[Any]) -> Flow:
     """How tensors flow through the layers of a list.
 
     calls   of each layer, in a pass of the model

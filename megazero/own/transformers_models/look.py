@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megazero.own.transformers_models.flow import Flow, LayerCall, flow_of
+from megazero.own.transformers_models.flow import Flow, LayerCall, NotedCall, flow_of
 from megazero.own.transformers_models.layer_lists import device_of, without_cache
 from megazero.own.transformers_models.nested import mapped, tensors_at
 from megazero.own.transformers_models.stand_ins import (
@@ -158,7 +158,7 @@ class KnownPass:
         self._turns = [(at, number) for at, each in enumerate(lists) for number in range(len(each.layers))]
         self.paths = {module: path for path, module in model.named_modules()}
         self.called = list[nn.Module | None]()
-        self.calls: list[list[LayerCall]] = [[] for _ in lists]
+        self.calls: list[list[NotedCall]] = [[] for _ in lists]
         self.made: list[list[Any]] = [[] for _ in lists]
         device = device_of(model)
         self.known = {
@@ -198,7 +198,7 @@ class KnownPass:
             if self._turns[turn : turn + 1] != [(at, number)]:
                 raise Uncuttable(f"it calls layer {number} in {self._lists[at].path} out of turn")
             self.called.append(None)
-            self.calls[at].append(LayerCall(args, named))
+            self.calls[at].append(NotedCall(args, named))
             self.made[at].append(known(*args, **named))
             return self.made[at][-1]
 

@@ -85,6 +85,8 @@ class LayerPart(_ModelPart):
         call = skeleton.call(self._at, self._number, hidden, batch, training=self.training)
         tensors = flow.named(self._number, hidden)
         taken = {place: tensors[origin] for place, origin in flow.taken[self._number].items()}
+        if missing := [*taken.keys() - call.tensors.keys()]:
+            raise ValueError(f"it gets nothing at {missing[0]} of its arguments, where other units' tensors were found")
         args, named = filled(call.given, taken)
         made = skeleton.lists[self._at].layers[self._number](*args, **named)
         return flow.bundle(self._number + 1, {**tensors, **returned(self._number, made)})

@@ -156,6 +156,8 @@ Shapes = MetaCopy | LikeHidden
 
 def hidden_of(args: Any, named: Any) -> Tensor:
     """The hidden state among the arguments of a layer."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
     if not args and "hidden_states" in named:
         hidden: Tensor = named["hidden_states"]
         return hidden
