@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -155,6 +156,27 @@ def test_dropout_of_a_decoder_is_the_same_in_every_layout() -> None:
     assert expected[kinds[0]].numbers[0] != pytest.approx(plain(kinds[0]).numbers[0], rel=1e-4), "something is dropped"
     for made in run_ranks(2, trained, kinds, LAYOUTS["pp 2, recompute"][1], more):
         require_equal(made[kinds[0]], expected[kinds[0]], "pp 2")
+
+
+def test_what_is_exported_is_opened_by_transformers(tmp_path: Path) -> None:
+    """With the shared table, and with a buffer that is in no module; so does a checkpoint have them."""
+    kind = "BartForConditionalGeneration"
+    batch = micro_batch(kind, torch.Generator().manual_seed(3))
+    with megazero.engine(units_of(built(kind)), "adamw", RATE, RULE) as engine:
+        engine.step(batch)
+        engine.export(tmp_path / "model.safetensors")
+        engine.save(str(tmp_path / "saved"))
+        loss = float(engine.evaluate(batch))
+    built(kind).config.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
+    opened = transformers.BartForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():
+        total, number = AsItIs(opened)(batch)
+    assert float(total) / float(number) == pytest.approx(loss, rel=EXACT)
+    other = built(kind)
+    other.get_buffer("final_logits_bias").zero_()
+    with megazero.engine(units_of(other), "adamw", RATE, RULE) as engine:
+        engine.load(str(tmp_path / "saved"))
+        assert float(engine.evaluate(batch)) == pytest.approx(loss, rel=EXACT)
 
 
 def test_what_a_decoder_gets_may_be_said() -> None:
