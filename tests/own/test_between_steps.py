@@ -94,7 +94,7 @@ def test_where_units_are_one_graph_it_goes_beside_them() -> None:
 class Borrowing(Begin):
     """The first unit, which has another unit's weight in a list."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weights = [weight]
 
