@@ -51,6 +51,8 @@ SECTIONS = frozenset({"parallel", "optimizer", "offload"})
 """Sections of a run that a model of modules has, in its checks and in manifests of its checkpoints."""
 SECTIONS_OF_LOOP = SECTIONS | {"schedule", "trainer", "checkpoint"}
 """Those whose checks megazero's own loop needs."""
+OF_A_RANK = frozenset("nvme_path save load metrics_file tensorboard_dir wandb wandb_group mlflow sinks".split())
+"""Fields that ranks may have otherwise: their own folders, and where rank 0 alone writes."""
 AS_BY_DEFAULT = frozenset({"lora_rank", "data_path", "instruction_data"})
 """Fields of other sections that checks of the loop read: nobody has set them."""
 
@@ -212,14 +214,14 @@ def chunk_units(run: Run, costs: Sequence[float]) -> tuple[range, ...]:
 
 
 def settings_digest(run: Run, rule: str, lr: float) -> int:
-    """What is equal where ranks have the same settings. Each may have folders of its own.
+    """What is equal where ranks have the same settings.
 
     rule: an optimizer of torch in words. lr: that of the first step.
     """
     sections = {name: dict(part) for name, part in run_dict(run).items() if name in SECTIONS_OF_LOOP}
-    for name in ("nvme_path", "metrics_file", "tensorboard_dir", "save", "load"):
-        for section in sections.values():
-            section.pop(name, None)
+    for section in sections.values():
+        for name in OF_A_RANK & section.keys():
+            del section[name]
     return zlib.crc32(repr((sections, run.data.seed, rule, lr)).encode())
 
 

@@ -26,6 +26,8 @@ LINES = [command.line for command in commands(PAGE) if any(f"examples/{name}.py"
 SMALL = [line for line in LINES if line != LARGE]
 OTHERWISE = ("bf16", "fp16", "--meta")
 """What makes other numbers than the plain loop does."""
+OUTPUTS = [text for text in fences(PAGE, "text") if numbers(LOSS, text)]
+"""What the page shows of the plain loop, and of its last command."""
 NORM = r"gradient norm ([\d.]+)"
 
 
@@ -41,7 +43,7 @@ def told(line: str) -> str:
 
 
 def test_the_page_shows_what_the_plain_loop_prints() -> None:
-    printed, shown = told(SMALL[0]), fences(PAGE, "text")[0]
+    printed, shown = told(SMALL[0]), OUTPUTS[0]
     assert len(numbers(LOSS, shown)) == 4
     for pattern in (LOSS, NORM, HELD_OUT):
         assert numbers(pattern, printed) == pytest.approx(numbers(pattern, shown), rel=0.02)
@@ -90,7 +92,7 @@ def test_a_model_of_more_than_the_memory(tmp_path: Path) -> None:
         ["sh", "-c", line], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()
-    shown = numbers(LOSS, fences(PAGE, "text")[1])
+    shown = numbers(LOSS, OUTPUTS[1])
     assert numbers(LOSS, done.stdout.decode()) == pytest.approx(shown[:1], rel=0.01)
     limit = 1024 * int(LARGE.split()[2].rstrip(";"))
     opened = load_file(tmp_path / "large.safetensors")
