@@ -50,8 +50,9 @@ class LastLayer(LaterLayer):
 
 
 def micro_batch(batch: BatchTensors) -> MicroBatch:
+    """What a layer takes. Without a loss scale the backward of an engine starts with 1, which the head has to know."""
     tokens = batch["tokens"]
-    return MicroBatch(tokens, batch["labels"], None, torch.arange(len(tokens)))
+    return MicroBatch(tokens, batch["labels"], None, torch.arange(len(tokens)), loss_factor=torch.ones(()))
 
 
 def as_users(module: nn.Module) -> None:
