@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 OWN_TEXT = "docs/start/own-text.md"
 CONVERT = "docs/how-to/convert.md"
-BEFORE = {"docs/how-to/use-a-model.md": CONVERT}
+BEFORE = dict.fromkeys(("docs/how-to/use-a-model.md", "docs/how-to/serve.md"), CONVERT)
 """Pages that use what another's commands make."""
 
 
