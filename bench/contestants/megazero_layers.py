@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import megazero
 from bench.contestants.common import Step, own_folder, rank
 from bench.contestants.megazero_ import flags_of
+from bench.contestants.megazero_own import engine_of
 from bench.workload import Batches, Workload
 from megazero.config.parse import parse_run
 from megazero.model.batch import MicroBatch
@@ -76,18 +77,7 @@ def model_of(work: Workload) -> megazero.Model:
 
 def build(work: Workload, run: dict[str, Any]) -> Step:
     """run: the layout, as fields of a run."""
-    batches = Batches(work, rank())
-    settings = {
-        "precision": work.precision,
-        "device": work.device,
-        "clip_grad": work.clip,
-        "weight_decay": work.weight_decay,
-        "adam_beta1": work.betas[0],
-        "adam_beta2": work.betas[1],
-        "adam_eps": work.eps,
-        **run,
-    }
-    engine = megazero.engine(model_of(work), "adamw", work.lr, settings)
+    batches, engine = Batches(work, rank()), engine_of(model_of(work), work, run)
 
     def step() -> Tensor:
         pairs = [batches() for _ in range(work.micro_batches)]

@@ -22,11 +22,8 @@ def shifted(labels: Tensor) -> Tensor:
     return torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, :-1]], 1)
 
 
-def build(work: Workload, run: dict[str, Any], compile: bool = False) -> Step:
-    """run: the layout, as fields of a run."""
-    model, batches = model_of(work, "bloom", "eager"), Batches(work, rank())
-    if compile:
-        compile_blocks(model)
+def engine_of(model: megazero.Model, work: Workload, run: dict[str, Any]) -> megazero.Engine:
+    """The engine of a workload. run: the layout, as fields of a run."""
     settings = {
         "precision": work.precision,
         "device": work.device,
@@ -37,7 +34,15 @@ def build(work: Workload, run: dict[str, Any], compile: bool = False) -> Step:
         "adam_eps": work.eps,
         **run,
     }
-    engine = megazero.engine(megazero.from_transformers(model), "adamw", work.lr, settings)
+    return megazero.engine(model, "adamw", work.lr, settings)
+
+
+def build(work: Workload, run: dict[str, Any], compile: bool = False) -> Step:
+    """run: the layout, as fields of a run."""
+    model, batches = model_of(work, "bloom", "eager"), Batches(work, rank())
+    if compile:
+        compile_blocks(model)
+    engine = engine_of(megazero.from_transformers(model), work, run)
 
     def step() -> Tensor:
         pairs = [batches() for _ in range(work.micro_batches)]

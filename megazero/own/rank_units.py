@@ -17,6 +17,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Parameter
 from megazero.own.model import Unit, Units
+from megazero.own.refusals import tensor_digest
 from megazero.own.saved import ParameterShape
 from megazero.own.settings import chunk_units
 from megazero.own.stage import OwnStage
@@ -208,6 +209,5 @@ def values_digest(model: Units, *, trained: bool = True) -> int:
     digest = zlib.crc32(str(torch.initial_seed() if blank else 0).encode())
     for tensor in tensors.values():
         if not tensor.is_meta:
-            numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest = zlib.crc32(numbers.data, digest)
+            digest = tensor_digest(tensor, digest)
     return digest

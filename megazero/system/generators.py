@@ -30,11 +30,11 @@ def seed_generators(seed: int) -> None:
 @contextmanager
 def host_generators_kept() -> Iterator[None]:
     """A context behind which all of the host are as they were."""
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
-        yield
+        with torch_generators_kept(torch.device("cpu")):
+            yield
     finally:
-        torch.set_rng_state(of_torch)
         np.random.set_state(of_numpy)  # noqa: NPY002
         random.setstate(of_python)
 

@@ -24,6 +24,7 @@ from megazero.data.indexed import DataError
 from megazero.data.loader import Loader
 from megazero.data.own import marked
 from megazero.own.model import BatchTensors
+from megazero.own.refusals import tensor_digest
 from megazero.own.stage import OwnBatch
 from megazero.system.generators import NoDraws, generator_states, host_generators_kept, seed_generators
 from megazero.system.notes import add_note
@@ -176,8 +177,7 @@ def _checksum(value: Any, so_far: int) -> int:
         return so_far
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
         so_far = zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode(), so_far)
-        numbers = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return zlib.crc32(numbers.data, so_far)
+        return tensor_digest(value, so_far)
     if isinstance(value, np.ndarray) and value.dtype.kind != "O":
         return zlib.crc32(np.ascontiguousarray(value).tobytes(), zlib.crc32(str(value.dtype).encode(), so_far))
     plain = isinstance(value, str | bytes | int | float | complex | np.generic) or value is None
