@@ -17,6 +17,27 @@ from megazero.own.model import Unit
 META = torch.device("meta")
 
 
+class UnreadParameter(nn.Parameter):
+    """One whose numbers are not those of the model now. A use of them is an error.
+
+    reason  words behind the name that say where the numbers are
+    """
+
+    reason = ""
+
+    @property
+    def known_name(self) -> str:
+        """Its name in the model."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of_function(func) not in NO_USE:
+            name = next((each.known_name for each in args if isinstance(each, UnreadParameter)), "of the module")
+            raise RuntimeError(f"parameter {name} {cls.reason}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class BroughtParameter(Parameter):
     """A parameter whose memory is there for the computations of its unit alone."""
 
@@ -24,21 +45,20 @@ class BroughtParameter(Parameter):
         self.__class__ = AwayParameter if is_away else BroughtParameter
 
 
-class AwayParameter(BroughtParameter):
-    """One without memory. A use of its numbers is an error: they would be those of freed memory."""
+class AwayParameter(BroughtParameter, UnreadParameter):
+    """One without memory: its numbers would be those of freed memory."""
+
+    reason = (
+        "is not here: with ZeRO-3, or parameters off the device, it is in the computations of its unit, and in the "
+        "context parameters_whole() of the engine"
+    )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter {self.spec.name} {[*self.shape]}, which is not here"
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if name_of_function(func) not in NO_USE:
-            name = next((each.spec.name for each in args if isinstance(each, AwayParameter)), "of the module")
-            raise RuntimeError(
-                f"parameter {name} is not here: with ZeRO-3, or parameters off the device, it is in the computations "
-                "of its unit, and in the context parameters_whole() of the engine"
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})
+    @property
+    def known_name(self) -> str:
+        return self.spec.name
 
 
 NO_USE = frozenset(
@@ -105,25 +125,23 @@ def take_buffers(unit: Unit, dtype: torch.dtype, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device, buffer_dtype(buffer, dtype))
 
 
-class ParameterElsewhere(nn.Parameter):
-    """One of a unit on another rank, where a module of this rank may have it in a list of its own. A use of it is an
-    error: its numbers are those from before training.
+class ParameterElsewhere(UnreadParameter):
+    """One of a unit on another rank, where a module of this rank may have it in a list of its own: its numbers are
+    those from before training.
     """
 
+    reason = (
+        "is that of a unit on another stage: a module that computes with it has it as an attribute of its own "
+        "(self.weight = other.weight), and not in a list"
+    )
     own_name: str
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter {self.own_name}, which is on another rank"
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if name_of_function(func) not in NO_USE:
-            name = next((each.own_name for each in args if isinstance(each, ParameterElsewhere)), "of another rank")
-            raise RuntimeError(
-                f"parameter {name} is that of a unit on another stage: a module that computes with it has it as an "
-                "attribute of its own (self.weight = other.weight), and not in a list"
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})
+    @property
+    def known_name(self) -> str:
+        return self.own_name
 
 
 def forget_values(unit: Unit, names: Mapping[int, str]) -> None:
