@@ -132,8 +132,3 @@ def parameter_specs(
     stage = Stage(ModelLayout(model, group, torch.float32, lora=lora, device=torch.device("meta")), whole_model(model))
     found = (spec_of(parameter) for unit in stage.units() for parameter in unit.parameters() if parameter.requires_grad)
     return {spec.name: spec for spec in found}
-
-
-def local_box(tensor: Tensor, spec: ParameterSpec) -> Tensor:
-    """A rank's part of a global tensor, as a view."""
-    return tensor[tuple(slice(start, stop) for start, stop in spec.box)]

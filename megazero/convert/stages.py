@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.narrowing import OutOfRange, require_range
-from megazero.convert.source import ConversionError, Source, local_box
+from megazero.convert.source import ConversionError, Source
 from megazero.model.stage import Stage
-from megazero.mpu.parameter import ParameterSpec, spec_of
+from megazero.mpu.parameter import ParameterSpec, own_box, spec_of
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def copy_box(local: Tensor, spec: ParameterSpec, whole: Tensor) -> None:
     """
     if tuple(whole.shape) != spec.shape:
         raise ConversionError(f"{spec.name} has shape {spec.shape}, not {tuple(whole.shape)}")
-    piece = require_range(local_box(whole, spec), local.dtype, spec.name)
+    piece = require_range(own_box(whole, spec), local.dtype, spec.name)
     if piece.shape != local.shape:
         local.zero_()
     local[: piece.shape[0]].copy_(piece)

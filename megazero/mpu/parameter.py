@@ -164,6 +164,12 @@ def spec_of(parameter: Tensor) -> ParameterSpec:
     return parameter.spec
 
 
+def own_box(whole: Tensor, spec: ParameterSpec) -> Tensor:
+    """A rank's box of a global tensor, as a view."""
+    assert tuple(whole.shape) == spec.shape, (spec.name, whole.shape)
+    return whole[tuple(slice(start, stop) for start, stop in spec.box)]
+
+
 def without_memory(module: ModuleType) -> ModuleType:
     """The module, with the memory of its parameters freed. Their shapes stay; a model state gives them memory again."""
     for parameter in module.parameters():

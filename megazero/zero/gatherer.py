@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.disk.lanes import Need
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
-from megazero.mpu.parameter import ParameterSpec, spec_of
+from megazero.mpu.parameter import ParameterSpec, own_box, spec_of
 from megazero.mpu.quantized import all_gather_quantized
 from megazero.zero.storage import Bucket, StoredColumn
 
@@ -111,7 +111,7 @@ class WholeParameters:
         with self.filling():
             for parameter in self.bucket.parameters:
                 box = own_box(read(spec_of(parameter)), spec_of(parameter))
-                parameter.data.zero_()[: box.shape[0]].copy_(box)
+                parameter.data.zero_().view(-1)[: box.numel()].view(box.shape).copy_(box)
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -134,12 +134,6 @@ def make_views(bucket: Bucket, whole: Tensor) -> None:
     for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
         assert parameter.dtype == whole.dtype, f"{entry.spec.name} is {parameter.dtype}, not {whole.dtype}"
         parameter.data = whole[entry.offset : entry.stop].view(entry.spec.local_shape)
-
-
-def own_box(whole: Tensor, spec: ParameterSpec) -> Tensor:
-    """This rank's box of a global tensor, as a view."""
-    assert tuple(whole.shape) == spec.shape, (spec.name, whole.shape)
-    return whole[tuple(slice(start, stop) for start, stop in spec.box)]
 
 
 class _Loading:
