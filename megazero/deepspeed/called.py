@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, found_by_rank_0
 from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
-from megazero.deepspeed.rates import OneGroup
+from megazero.deepspeed.groups import ParameterGroups
 from megazero.mpu.meeting import Environment
 from megazero.own.called_units import RecordedForward, called_units, recorded_forward, unit_modules
 from megazero.own.engine_state import StepResult
 from megazero.own.hooked_engine import HookedEngine
 from megazero.own.opening import Opening, made_with
-from megazero.own.refusals import require_json
+from megazero.own.refusals import require_alike, require_json
 from megazero.system.unfinished import replaced_when_whole
 
 LATEST = "latest"
@@ -34,7 +35,7 @@ class DeepSpeedEngine(nn.Module):
     module        the program's own. Its parameters become those of the engine in the first forward: then it is known
                   in which order the module calls its parts
     global_steps  number of steps that were made, those before a load included
-    optimizer     whose group has the learning rate
+    optimizer     whose groups of parameters have the learning rates and other options
     lr_scheduler  which `step` calls behind each step; None: the program sets the rate
     """
 
@@ -43,14 +44,14 @@ class DeepSpeedEngine(nn.Module):
         module: nn.Module,
         opening: Opening,
         sizes: tuple[int, int],
-        group: OneGroup,
+        groups: ParameterGroups,
         lr_scheduler: LRScheduler | None,
         says_every: int | None,
     ) -> None:
         """sizes: samples of a micro-batch, and micro-batches of a step on a rank."""
         super().__init__()
-        self.module, self.lr_scheduler, self.optimizer = module, lr_scheduler, group.optimizer
-        self._opening, self._sizes, self._group, self._says_every = opening, sizes, group, says_every
+        self.module, self.lr_scheduler, self.optimizer = module, lr_scheduler, groups.optimizer
+        self._opening, self._sizes, self._groups, self._says_every = opening, sizes, groups, says_every
         self._engine: HookedEngine | None = None
         self._begins_with: tuple[FoundCheckpoint, bool] | None = None
         """A checkpoint, and whether the engine takes its weights alone."""
@@ -72,15 +73,15 @@ class DeepSpeedEngine(nn.Module):
     def step(self) -> None:
         """Update the parameters behind the last micro-batch of a step, and do nothing behind others."""
         engine = self._needed("step")
-        engine.lr = self._group.lr
+        engine.lr, engine.groups = self._groups.lrs[0], self._groups.for_update()
         result = engine.step()
         if result is None:
             return
         self._result = result
         self.optimizer.step()  # updates nothing: its parameters have no gradients. Schedules ask whether it was called
         if self._says_every and self.global_steps % self._says_every == 0 and self._opening.grid.rank == 0:
-            norm = float(result.grad_norm)
-            print(f"step {self.global_steps}: loss {float(result.loss):.6g}, lr {self._group.lr:g}, norm {norm:.4g}")
+            norm, rates = float(result.grad_norm), ", ".join(f"{lr:g}" for lr in self._groups.lrs)
+            print(f"step {self.global_steps}: loss {float(result.loss):.6g}, lr {rates}, norm {norm:.4g}")
         if self.lr_scheduler is not None and not bool(result.skipped):
             self.lr_scheduler.step()
 
@@ -106,9 +107,14 @@ class DeepSpeedEngine(nn.Module):
         # other data may call other units: all ranks have the units of rank 0
         order, outside = json.loads(broadcast_text(grid.world, grid.device, json.dumps([*recorded])) or "")
         units = called_units(self.module, parts, RecordedForward(order, outside))
-        micro_batches = self._sizes[1]
+        micro_batches, groups = self._sizes[1], self._groups
+        groups.require_all(self.module)  # the program may have put others into the module since
+        self._opening.group_of = groups.by_name(units.names)
+        digest = zlib.crc32(json.dumps(sorted(self._opening.group_of.items())).encode())
+        require_alike({"have other groups of parameters": digest}, grid)
+        places = groups.places(self.module)
         engine = made_with(self._opening, lambda opening: HookedEngine(self.module, micro_batches, units, opening))
-        self._group.hold(self.module.parameters())
+        groups.hold(self.module, places)
         if self._begins_with is not None:
             checkpoint, weights_only = self._begins_with
             engine.load_found(checkpoint, weights_only=weights_only)
@@ -180,8 +186,12 @@ class DeepSpeedEngine(nn.Module):
         return self._opening.run.optimizer.precision == "bf16"
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next step."""
-        return [self._group.lr]
+        """The learning rate of each group of parameters in the next step."""
+        return self._groups.lrs
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each group of parameters in the next step."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients, before clipping; None before the first step."""
@@ -212,7 +222,7 @@ class DeepSpeedEngine(nn.Module):
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         require_json("client_state", dict(client_state or {}))
         require_json("the state of lr_scheduler", schedule)
-        about = {"client_state": dict(client_state or {}), "lr_scheduler": schedule, "lr": self._group.lr}
+        about = {"client_state": dict(client_state or {}), "lr_scheduler": schedule, "groups": self._groups.to_save()}
         folder = Path(save_dir)
         engine.save(folder / name, about)
 
@@ -256,7 +266,7 @@ class DeepSpeedEngine(nn.Module):
         if not load_module_only:
             if load_lr_scheduler_states and self.lr_scheduler is not None and about["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(about["lr_scheduler"])
-            self._group.lr = about["lr"]
+            self._groups.load(about["groups"] if "groups" in about else [{"lr": checkpoint.progress["lr"]}])
         return str(folder), about["client_state"]
 
     def module_state_dict(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megazero.config.deepspeed import deepspeed_source
 from megazero.config.source import ConfigError
-from megazero.deepspeed.rates import Rates, rates_of
+from megazero.deepspeed.rates import MakeSchedule, schedule_of
 from megazero.own.settings import USED
 from megazero.system.reading import BOUNDS, Unreadable, json_type, read_json
 
@@ -29,7 +29,7 @@ class DeepSpeedSettings:
     run          fields of a run, as `megazero.engine` takes them
     optimizer    the name of ours; None: the configuration has none
     lr           the optimizer's learning rate; None: the configuration has none
-    rates        the schedule of the learning rate; None: the configuration has none
+    schedule     what makes the schedule of an optimizer; None: the configuration has none
     says_every   number of steps between two lines about a step; None: no lines
     whole, micro, accumulation
                  train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps; None: left out
@@ -38,7 +38,7 @@ class DeepSpeedSettings:
     run: Mapping[str, Any]
     optimizer: str | None
     lr: float | None
-    rates: Rates | None
+    schedule: MakeSchedule | None
     says_every: int | None
     whole: int | None
     micro: int | None
@@ -73,10 +73,10 @@ def settings_of(config: Configuration) -> DeepSpeedSettings:
     name, content = _content_of(config)
     scheduler = content.pop("scheduler", None)
     source = deepspeed_source(name, content)
-    problems, rates = [*source.problems], None
+    problems, schedule = [*source.problems], None
     if isinstance(scheduler, Mapping):
         try:
-            rates = rates_of(scheduler)
+            schedule = schedule_of(scheduler)
         except ValueError as error:
             problems.append(f"{name}: {error}")
     elif scheduler is not None:
@@ -93,7 +93,7 @@ def settings_of(config: Configuration) -> DeepSpeedSettings:
         {"micro_batch_order": "horizontal", **run},
         settings.get("optimizer"),
         settings.get("lr"),
-        rates,
+        schedule,
         settings.get("log_interval"),
         source.settings.get("global_batch_size"),
         source.settings.get("micro_batch_size"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megazero.deepspeed.called import DeepSpeedEngine
 from megazero.deepspeed.configuration import Configuration, DeepSpeedSettings, settings_of
-from megazero.deepspeed.rates import ConfiguredSchedule, GroupOptimizer, OneGroup
+from megazero.deepspeed.groups import GivenParameters, GroupOptimizer, ParameterGroups
+from megazero.deepspeed.rates import MakeSchedule
 from megazero.own.called_units import RecordedForward, called_units, unit_modules
 from megazero.own.opening import Opening, made_with, opening_of
 from megazero.own.settings import OF_OUR_OPTIMIZERS
 from megazero.own.torch_rule import MakeOptimizer
-
-MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def initialize(
@@ -39,13 +37,14 @@ def initialize(
     """(engine, optimizer, loader, schedule) as of `deepspeed.initialize`.
 
     config            a file or its content; None: config_params, or args.deepspeed_config
-    optimizer         one of torch with one group of parameters, or what makes one of a list of parameters; None: that
-                      of the configuration
+    optimizer         one of torch, or what makes one of `model_parameters`; None: that of the configuration. Of its
+                      groups of parameters each has its own rate and other options
     lr_scheduler      one of torch for this optimizer, or what makes one of it; None: that of the configuration, if it
                       has one
     training_data     of which the loader has this rank's part, in micro-batches, in an order of torch's own; None: no
                       loader
-    model_parameters  not read: what requires a gradient is trained
+    model_parameters  what torch takes for an optimizer: parameters or groups of them with options; None: what requires
+                      a gradient. All that requires one is among them
     dist_init_required
                       not read: process groups are made beside a default group, or with one
 
@@ -58,25 +57,40 @@ def initialize(
     if config is None:
         raise ValueError("initialize needs config=, a file or its content")
     settings = settings_of(config)
-    given = OneGroup(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = trained if model_parameters is None else list(model_parameters)
+    given = _given(optimizer, parameters)
+    make: str | MakeOptimizer | None = settings.optimizer
     if given is not None:
         given.require_all(model)
-    make = given.maker() if given is not None else _maker(optimizer) or settings.optimizer
+        make = given.maker() if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if make is None:
         raise ValueError("there is no optimizer: hand over optimizer=, or name one in the configuration")
     lr, run = (settings.lr, dict(settings.run)) if isinstance(make, str) else (None, _without_options(settings))
     in_any_order = RecordedForward([], [])  # the first forward has the true one
     units = called_units(model, unit_modules(model), in_any_order)
-    opening = opening_of(units, make, lr, run)
-    made = made_with(opening, lambda opening: _engine(model, opening, settings, given, lr_scheduler))
+    opening = opening_of(units, make, lr, run, groups=({},) if given is None else given.options())
+
+    def engine(opening: Opening) -> DeepSpeedEngine:
+        groups = given or ParameterGroups(GroupOptimizer(parameters, opening.run.optimizer, opening.lr))
+        groups.require_all(model)
+        return _engine(model, opening, settings, groups, lr_scheduler)
+
+    made = made_with(opening, engine)
     loader = None if training_data is None else _loader(training_data, made, collate_fn)
     return made, made.optimizer, loader, made.lr_scheduler
 
 
-def _maker(optimizer: object) -> MakeOptimizer | None:
-    if optimizer is not None and not callable(optimizer):
+def _given(optimizer: object, parameters: GivenParameters) -> ParameterGroups | None:
+    """The groups of an optimizer of the program's own; None: it has none."""
+    if isinstance(optimizer, torch.optim.Optimizer) or optimizer is None:
+        return None if optimizer is None else ParameterGroups(optimizer)
+    if not callable(optimizer):
         raise ValueError(f"optimizer is {type(optimizer).__name__}: one of torch, or what makes one, is needed")
-    return optimizer
+    made = optimizer(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer makes a {type(made).__name__}: a torch.optim.Optimizer is needed")
+    return ParameterGroups(made)
 
 
 def _without_options(settings: DeepSpeedSettings) -> dict[str, Any]:
@@ -88,21 +102,20 @@ def _engine(
     model: nn.Module,
     opening: Opening,
     settings: DeepSpeedSettings,
-    given: OneGroup | None,
+    groups: ParameterGroups,
     lr_scheduler: LRScheduler | MakeSchedule | None,
 ) -> DeepSpeedEngine:
-    group = OneGroup(GroupOptimizer(model.parameters(), opening.lr)) if given is None else given
     schedule: LRScheduler | None
     if isinstance(lr_scheduler, ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau asks for a number in each step: set the rate of the optimizer by hand")
     if isinstance(lr_scheduler, LRScheduler) or lr_scheduler is None:
         schedule = lr_scheduler
     else:
-        schedule = lr_scheduler(group.optimizer)
-    if schedule is None and settings.rates is not None:
-        schedule = ConfiguredSchedule(group.optimizer, settings.rates)
+        schedule = lr_scheduler(groups.optimizer)
+    if schedule is None and settings.schedule is not None:
+        schedule = settings.schedule(groups.optimizer)
     sizes = settings.batch_sizes(opening.grid.world.size)
-    return DeepSpeedEngine(model, opening, sizes, group, schedule, settings.says_every)
+    return DeepSpeedEngine(model, opening, sizes, groups, schedule, settings.says_every)
 
 
 def _loader(data: Dataset[Any], engine: DeepSpeedEngine, collate: Any) -> DataLoader[Any]:

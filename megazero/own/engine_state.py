@@ -121,7 +121,7 @@ class EngineState:
             files.owner = loop.owner(ModelContents(run, grid, placed.inventory, placed.chunks, rule, untrained))
         opens = None if files is None else files.open
         self.state = ModelState(self.stages, grid, run.optimizer, run.parallel, None, run.offload, opens)
-        self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, opening.rule)
+        self.optimizer = ShardedOptimizer(self.state, run.optimizer, grid, opening.rule, opening.group_of)
         self._kept = run.optimizer.moments if opening.rule is None else (*opening.rule.columns,)
         """What a checkpoint has to have of each weight, by the optimizer's own names."""
         self.scaler = LossScaler(run.optimizer, grid.device)

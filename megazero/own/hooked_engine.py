@@ -7,7 +7,7 @@ The list of a step is that of one chunk of units. Hooks of the units tell the pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class HookedEngine(EngineState):
     """A module in training on this rank.
 
     micro_batches  of a step on this rank: so often `forward` and `backward` are called before `step`
+    groups         options of groups of parameters for the next step (`UpdateValues.groups`)
     """
 
     def __init__(self, module: nn.Module, micro_batches: int, units: Units, opening: Opening) -> None:
@@ -40,6 +41,7 @@ class HookedEngine(EngineState):
         super().__init__(units, opening)
         reconnect(module, tree, before)
         self.module, self.micro_batches = module, micro_batches
+        self.groups: tuple[Mapping[str, Any], ...] = ()
         self._parts = PipelineEngine(self.stages, self.grid, self._lists, (), self._channels, self.state.actions).parts
         self._pass: HookedRun | None = None
         self._end: TrainingStepEnd | None = None
@@ -177,7 +179,7 @@ class HookedEngine(EngineState):
         if self._pass is None or self._end is None or self._number < self.micro_batches:
             return None
         self._require_whole()
-        self._end.lr = self.lr
+        self._end.lr, self._end.groups = self.lr, self.groups
         self._pass.close()
         end, self._pass, self._end, self._number = self._end, None, None, 0
         result = self._end_step(end)

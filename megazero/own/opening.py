@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -39,10 +39,13 @@ class Opening:
     lr     the learning rate until a step says another
     rule   the update of an optimizer of torch; None: the optimizer is one of ours
     files  where columns are that leave the device for disks; None: none does
+    group_of
+           the number of each parameter's group by its name, where options differ; None: all parameters have the same
     """
 
     def __init__(self, run: Run, lr: float, rule: TorchRule | None) -> None:
         self.run, self.lr, self.rule = run, lr, rule
+        self.group_of: Mapping[str, int] | None = None
         self.grid: ProcessGrid
         self.files: StateFiles | None
 
@@ -85,12 +88,14 @@ def opening_of(
     loop: LoopSettings | None = None,
     signals: StopSignals | None = None,
     time_units: TimeUnits | None = None,
+    groups: Sequence[Mapping[str, Any]] = ({},),
 ) -> Opening:
     """What an engine of these units needs. A collective of all ranks.
 
     loop        what the run needs whose steps megazero's own loop takes; None: the program takes them
     signals     requests to stop
     time_units  called on rank 0, by whose times units are divided among stages; None: by numbers of parameters
+    groups      options of groups of parameters that an optimizer of torch has, as `TorchRule` takes them
 
     Otherwise as `own.engine.engine`.
     """
@@ -98,7 +103,7 @@ def opening_of(
     environment = meeting.environment
 
     def resolved() -> Opening:
-        name, rule = (optimizer, None) if isinstance(optimizer, str) else _rule_of(optimizer)
+        name, rule = (optimizer, None) if isinstance(optimizer, str) else _rule_of(optimizer, groups)
         rate = learning_rate(lr if lr is not None else LR if rule is None else rule.lr)
         kept = None if rule is None else rule.kept
         timed = time_units is not None
@@ -119,8 +124,8 @@ def opening_of(
     return opening
 
 
-def _rule_of(optimizer: MakeOptimizer) -> tuple[str, TorchRule]:
-    rule = TorchRule(optimizer)
+def _rule_of(optimizer: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> tuple[str, TorchRule]:
+    rule = TorchRule(optimizer, groups)
     return rule.name, rule
 
 

@@ -38,6 +38,9 @@ class UnknownState(RuntimeError):
 class TorchRule:
     """The update of ranges by an optimizer of torch; a `zero.optimizer.Rule`.
 
+    make     makes one of a list of parameters
+    groups   for each group of parameters the options that are others than those of `make`
+
     lr       the learning rate that it was made with
     words    its class and its other options
     columns  of the model state, by its own names of its state tensors
@@ -45,7 +48,7 @@ class TorchRule:
     Raises ConfigError for an optimizer that ranges cannot have, and says why.
     """
 
-    def __init__(self, make: MakeOptimizer) -> None:
+    def __init__(self, make: MakeOptimizer, groups: Sequence[Mapping[str, Any]] = ({},)) -> None:
         if isinstance(make, torch.optim.Optimizer) or not callable(make):
             raise ConfigError(
                 [
@@ -53,7 +56,7 @@ class TorchRule:
                     "list of parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
                 ]
             )
-        self._make = make
+        self._make, self.columns = make, dict[str, str]()
         parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((3, 2), (2,), (1,))]
         try:
             made = make(list(parameters))
@@ -64,16 +67,22 @@ class TorchRule:
         self.name = type(made).__name__
         options = {name: value for name, value in made.param_groups[0].items() if name not in ("params", "lr")}
         self.words = f"{self.name}({', '.join(f'{name}={value}' for name, value in sorted(options.items()))})"
+        self.words += "".join(f" {sorted(group.items())}" for group in groups if group)
         if len(made.param_groups) != 1 or len(made.param_groups[0]["params"]) != len(parameters):
             raise self._refused(
                 f"it makes {len(made.param_groups)} groups of parameters, and ranges of all parameters have one"
             )
         self.lr = float(made.param_groups[0]["lr"])
-        draw = torch.Generator().manual_seed(5)
-        for shape in SHAPES:
-            for scale in SCALES:
-                for orthogonal in (False, True):
-                    self._try(shape, scale, orthogonal, draw)
+        draw, before = torch.Generator().manual_seed(5), None
+        for self._options in groups:
+            for shape in SHAPES:
+                for scale in SCALES:
+                    for orthogonal in (False, True):
+                        self._try(shape, scale, orthogonal, draw)
+            if before not in (None, self.columns):
+                then, now = (", ".join(names) or "nothing" for names in (before or {}, self.columns))
+                raise self._refused(f"of one group of parameters it keeps {then}, and of another {now}")
+            before = self.columns
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -84,25 +93,33 @@ class TorchRule:
         """Update ranges. The host waits for the device: an optimizer of torch does not skip by a value there."""
         if bool(now.skip):
             return
-        number = int(now.number)
-        for step, _, third in ranges:
+        number, options = int(now.number), {"lr": now.lr, **now.options}
+        for step, _, _, third in ranges:
             weights = step.master
             state = dict(zip(COLUMNS, (step.exp_avg, step.exp_avg_sq, third), strict=True))
             columns = {name: state[column] for name, column in self.columns.items()}
             gradient = step.grad.to(weights.dtype) * now.multiplier.to(weights.dtype)
-            self._update(weights, gradient, columns, now.lr, number)
+            self._update(weights, gradient, columns, options, number)
             if step.param_out is not None:
                 step.param_out.copy_(weights)
 
     def _update(
-        self, weights: Tensor, gradient: Tensor, columns: Mapping[str, Tensor | None], lr: float | None, number: int
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        columns: Mapping[str, Tensor | None],
+        options: Mapping[str, Any],
+        number: int,
     ) -> None:
-        """Update weights and columns in place. number: of the step, from 1; in the first one a state begins."""
+        """Update weights and columns in place.
+
+        options  of this step, where they are others than those of `make`
+        number   of the step, from 1; in the first one a state begins
+        """
         parameter = nn.Parameter(weights)
         parameter.grad = gradient
         optimizer = self._make([parameter])
-        if lr is not None:
-            optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0].update(options)
         state = optimizer.state[parameter]
         if number > 1:
             state.update(columns)
@@ -132,6 +149,8 @@ class TorchRule:
         whole = nn.Parameter(weights.clone().view(shape))
         pieces = [nn.Parameter(piece.clone()) for piece in (weights[:cut], weights[cut:])]
         optimizers = [self._make([parameter]) for parameter in (whole, *pieces)]
+        for optimizer in optimizers:
+            optimizer.param_groups[0].update(self._options)
         options = _options(optimizers[0])
         gradients = list[Tensor]()
         for _ in range(STEPS):
@@ -184,7 +203,7 @@ class TorchRule:
             for own in (slice(0, cut), slice(cut, None)):
                 views = {name: column[own] for name, column in columns.items()}
                 try:
-                    self._update(updated[own], gradient[own].clone(), views, None, number)
+                    self._update(updated[own], gradient[own].clone(), views, self._options, number)
                 except UnknownState as error:
                     raise self._refused(str(error)) from error
         if _differ(updated, expected):

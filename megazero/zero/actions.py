@@ -4,8 +4,9 @@ and the updates that a step leaves to the next one (--late-update).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +25,9 @@ class UpdateValues:
     multiplier  0-dim on the device: clip coefficient / loss scale
     skip        0-dim bool on the device, the same on all ranks: weights, moments and step count keep their bits
     number      0-dim float64 on the device: number of this step, from 1, among those that are not skipped
+    groups      options of each group of parameters in this step, `lr` among them, by the names of what updates them:
+                fields of `OptimizerConfig`, or those of an optimizer of torch. Empty: all parameters have `lr` and the
+                options that the optimizer was made with
     again       whether the updates have been made before, with other values: parameters are to be rounded anew from the
                 weights that a skipped step keeps
     """
@@ -32,7 +36,20 @@ class UpdateValues:
     multiplier: Tensor
     skip: Tensor
     number: Tensor
+    groups: tuple[Mapping[str, Any], ...] = ()
     again: bool = False
+
+    def of_groups(self) -> Iterator[tuple[int, UpdateValues]]:
+        """(number of a group, the same values with the options of this group alone)."""
+        if not self.groups:
+            yield 0, self
+        for number, options in enumerate(self.groups):
+            yield number, replace(self, lr=options["lr"], groups=(options,))
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Those of the one group that these values are for; empty: those that the optimizer was made with."""
+        return self.groups[0] if self.groups else {}
 
     def on_host(self) -> UpdateValues:
         """The same in host memory. Waits for the device."""

@@ -4,9 +4,10 @@ updates (`pipeline.actions.StepEnd`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +38,13 @@ Reduce = Callable[..., list[Tensor]]
 class UpdateRange(NamedTuple):
     """A range that this rank updates, on the device or in host memory.
 
+    group    the number of the group whose options its parameters have
     average  that of its weights, if one is kept
     third    a third column, if the optimizer keeps one
     """
 
     step: AdamRange
+    group: int
     average: Tensor | None
     third: Tensor | None
 
@@ -59,11 +62,20 @@ class ShardedOptimizer:
     it comes before the norm for some parts, and once more behind `go_back` if the norm is too large.
 
     rule        updates ranges; None: the configuration's own optimizer
+    group_of    the number of each trained parameter's group by its name, where a step has options for groups
+                (`UpdateValues.groups`); None: it has none
     step_count  0-dim float64 tensor on the device: number of steps that were not skipped
     """
 
-    def __init__(self, state: ModelState, cfg: OptimizerConfig, grid: ProcessGrid, rule: Rule | None = None) -> None:
-        self.state, self.cfg, self.grid = state, cfg, grid
+    def __init__(
+        self,
+        state: ModelState,
+        cfg: OptimizerConfig,
+        grid: ProcessGrid,
+        rule: Rule | None = None,
+        group_of: Mapping[str, int] | None = None,
+    ) -> None:
+        self.state, self.cfg, self.grid, self._group_of = state, cfg, grid, group_of
         self._rule = self._configured if rule is None else rule
         self.step_count = torch.zeros((), dtype=torch.float64, device=grid.device)
         numbers = range(len(state.buckets))
@@ -104,7 +116,7 @@ class ShardedOptimizer:
             self.state.mover.updating(i, changed)
             return
         self.state.gatherer.ready(i.buckets)
-        self._update([own for index in i.buckets for own in self._ranges(index, i.part)], now)
+        self._update([own for index in i.buckets for own in self._ranges(index, i.part, now)], now)
         for index in i.buckets:
             if self.state.resting[index].sums is not Tier.DEVICE:
                 self.state.mover.used((index, i.part))
@@ -168,27 +180,43 @@ class ShardedOptimizer:
         parameters[max(0, self.state.buckets[index].layout.used - part.start) :].zero_()
         average, third = tensors.get(Column.EMA), tensors.get(Column.MAX_EXP_AVG_SQ)
         ranges = list[UpdateRange]()
-        for start, stop, decay in self._decay_ranges(index, part):
+        for start, stop, decay, group in self._decay_ranges(index, part, now.groups):
             own = slice(start - part.start, stop - part.start)
             step = AdamRange(
                 parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay
             )
             beside = (None if values is None else values[own] for values in (average, third))
-            ranges.append(UpdateRange(step, *beside))
+            ranges.append(UpdateRange(step, group, *beside))
         self._update(ranges, now)
         return True
 
-    def _decay_ranges(self, index: int, part: Part | None) -> Iterator[tuple[int, int, float]]:
-        """The ranges of a bucket, or of a part of it, that this rank updates, as (start, stop, weight decay): two at
-        most.
+    def _decay_ranges(
+        self, index: int, part: Part | None, groups: Sequence[Mapping[str, Any]] = ()
+    ) -> Iterator[tuple[int, int, float, int]]:
+        """The ranges of a bucket, or of a part of it, that this rank updates, as (start, stop, weight decay, group).
+        Without groups two at most; with groups one for each run of parameters of the same group.
+        """
+        first, last = self.state.columns[Column.EXP_AVG].range_of(index) if part is None else part[:2]
+        for start, stop, decay, group in self._alike(index, groups):
+            if max(first, start) < min(last, stop):
+                yield max(first, start), min(last, stop), decay, group
+
+    def _alike(self, index: int, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, float, int]]:
+        """The ranges of a whole bucket whose elements have the same options. Without groups the kind of a parameter
+        decides whether it has weight decay.
         """
         layout = self.state.buckets[index].layout
-        first, last = self.state.columns[Column.EXP_AVG].range_of(index) if part is None else part[:2]
-        for start, stop, decay in ((0, layout.decayed, self.cfg.weight_decay), (layout.decayed, layout.used, 0.0)):
-            if max(first, start) < min(last, stop):
-                yield max(first, start), min(last, stop), decay
+        if not groups:
+            yield 0, layout.decayed, self.cfg.weight_decay, 0
+            yield layout.decayed, layout.used, 0.0, 0
+            return
+        assert self._group_of is not None, "options of groups, and nobody has said what is in a group"
+        group_of = self._group_of
+        for group, same in groupby(layout.entries, lambda entry: group_of[entry.spec.name]):
+            entries = list(same)
+            yield entries[0].offset, entries[-1].stop, groups[group].get("weight_decay", 0.0), group
 
-    def _ranges(self, index: int, part: int) -> Iterator[UpdateRange]:
+    def _ranges(self, index: int, part: int, now: UpdateValues) -> Iterator[UpdateRange]:
         """The ranges of a part by its number (-1: of the bucket) on the device. SGD has no second moment; the first
         stands in its place.
         """
@@ -197,7 +225,7 @@ class ShardedOptimizer:
         average, third = table.get(Column.EMA), table.get(Column.MAX_EXP_AVG_SQ)
         rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
         whole_or_part = None if part < 0 else self.state.resting[index].parts[part]
-        for start, stop, decay in self._decay_ranges(index, whole_or_part):
+        for start, stop, decay, group in self._decay_ranges(index, whole_or_part, now.groups):
             place = index, start, stop
             step = AdamRange(
                 table[Column.PARAMETER].view(*place) if rounds else None,
@@ -208,7 +236,7 @@ class ShardedOptimizer:
                 decay,
             )
             beside = (None if column is None else column.view(*place) for column in (average, third))
-            yield UpdateRange(step, *beside)
+            yield UpdateRange(step, group, *beside)
 
     def _gradient(self, index: int, start: int, stop: int, part: int) -> Tensor:
         """A range of a bucket's gradient for an update on the device."""
@@ -217,8 +245,10 @@ class ShardedOptimizer:
         return self.state.columns[Column.GRADIENT].view(index, start, stop)
 
     def _update(self, ranges: Sequence[UpdateRange], now: UpdateValues) -> None:
-        """Update ranges, and behind each the average of its weights."""
-        self._rule(ranges, now)
+        """Update ranges, those of a group with its options, and behind each the average of its weights."""
+        for group, options in now.of_groups():
+            if same := [own for own in ranges if own.group == group]:
+                self._rule(same, options)
         for own in ranges:
             if own.average is not None:
                 assert self.cfg.ema_decay is not None, "an average is kept with a decay"
@@ -226,7 +256,8 @@ class ShardedOptimizer:
 
     def _configured(self, updated: Sequence[UpdateRange], now: UpdateValues) -> None:
         """Adam, AdamW or SGD, as the configuration says."""
-        cfg, ranges = self.cfg, [own.step for own in updated]
+        changed = {name: value for name, value in now.options.items() if name != "lr"}
+        cfg, ranges = replace(self.cfg, **changed), [own.step for own in updated]
         if cfg.optimizer == "sgd":
             for own in ranges:
                 sgd_step(
@@ -258,6 +289,7 @@ class TrainingStepEnd:
     optimizer  updates the parameters
     reduce     sums values over all ranks
     lr         learning rate of this step
+    groups     options of groups of parameters (`UpdateValues.groups`)
     positions  number of token positions of the global batch
     scale      the loss scale, 0-dim
     clip_grad  the largest gradient norm
@@ -284,6 +316,7 @@ class TrainingStepEnd:
     stops: Callable[[], bool]
     early_tokens: Tensor | None = None
     values: UpdateValues | None = None
+    groups: tuple[Mapping[str, Any], ...] = ()
     loss_sum: Tensor = field(init=False)
     all_tokens: Tensor = field(init=False)
     asked: Tensor = field(init=False)
@@ -295,7 +328,7 @@ class TrainingStepEnd:
         if self.early_tokens is not None:  # as if the norm clipped nothing
             multiplier = self.positions / (self.early_tokens * self.scale)
             never = torch.zeros_like(self.early_tokens, dtype=torch.bool)
-            self.values = UpdateValues(self.lr, multiplier, never, self.optimizer.step_count + 1.0)
+            self.values = UpdateValues(self.lr, multiplier, never, self.optimizer.step_count + 1.0, self.groups)
 
     @property
     def early(self) -> bool:
@@ -315,7 +348,7 @@ class TrainingStepEnd:
         coefficient = clip_coefficient(self.grad_norm, self.clip_grad)
         self.clipped = self.bad | (coefficient != 1.0)
         multiplier = unscale * coefficient
-        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0)
+        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0, self.groups)
 
     def update_again(self, make: Callable[[UpdateValues], None]) -> None:
         """Make the early updates again, with what the norm has said. make: makes them. A collective of all ranks."""

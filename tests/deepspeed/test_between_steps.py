@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megazero import deepspeed
-from megazero.deepspeed.rates import rates_of
 from tests.deepspeed.models import CASES, CLIP, OPTIMIZER, SAMPLES, Plain
 from tests.ranks import run_ranks
 
@@ -113,35 +112,3 @@ def test_a_buffer_that_the_module_replaces_is_in_its_state() -> None:
 def test_a_buffer_that_ranks_would_have_otherwise_is_named() -> None:
     for words in run_ranks(2, remembered):
         assert isinstance(words, str) and "unit '(outside of units)' changes its seen" in words
-
-
-RATES: list[tuple[str, dict[str, Any], list[float]]] = [
-    ("WarmupLR", {"warmup_num_steps": 4}, [0, 0, 0.01, 0.015849625007, 0.02, 0.02]),
-    (
-        "WarmupLR",
-        {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 3, "warmup_type": "linear"},
-        [0.01, 0.01, 0.023333333333, 0.036666666667, 0.05, 0.05],
-    ),
-    (
-        "WarmupDecayLR",
-        {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 0.04, "warmup_type": "linear"},
-        [0, 0, 0.02, 0.04, 0.03, 0.02, 0.01, 0],
-    ),
-    (
-        "WarmupDecayLR",
-        {"total_num_steps": 5, "warmup_num_steps": 3},
-        [0, 0, 0.000630929754, 0.001, 0.001, 0.0005, 0, 0],
-    ),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2},
-        [0, 0.002, 0.013356735564, 0.02, 0.016, 0.008, 0.004, 0.004],
-    ),
-]
-"""Schedules, and the rates of the first steps as deepspeed 0.19.8 gives them to an optimizer with a rate of 0.02."""
-
-
-@pytest.mark.parametrize(("kind", "params", "right"), RATES)
-def test_a_schedule_has_the_rates_of_deepspeed(kind: str, params: dict[str, Any], right: list[float]) -> None:
-    rates = rates_of({"type": kind, "params": params})
-    assert [rates(step - 1, 0.02) for step in range(len(right))] == pytest.approx(right, abs=1e-12)

@@ -201,8 +201,8 @@ def test_an_optimizer_and_a_schedule_of_torch_are_taken(tmp_path: Path) -> None:
     engine.save_16bit_model(tmp_path)
     again = case.built()
     again.load_state_dict(torch.load(tmp_path / "pytorch_model.bin"))
-    mine.param_groups[0]["weight_decay"] = 0.3
-    with pytest.raises(ValueError, match=r"weight_decay of the optimizer is 0.3 now, and was 0.01"):
+    mine.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match=r"maximize of group 0 is True now, and was False"):
         engine.backward(engine(*case.micro_batch(3, 0)))
         engine.step()
     engine.destroy()

@@ -154,7 +154,7 @@ CONFIGURATIONS: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "no size": ({"train_micro_batch_size_per_gpu": "auto"}, "train_batch_size or train_micro_batch_size_per_gpu is"),
     "a size of none": ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu"),
-    "schedule": ({"scheduler": {"type": "OneCycle"}}, "scheduler.type 'OneCycle' is not built; valid: WarmupLR"),
+    "schedule": ({"scheduler": {"type": "Cycles"}}, "scheduler.type 'Cycles' is not built; valid: WarmupLR"),
     "key of a schedule": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
         "there is no scheduler.params.warmup_steps of WarmupLR",
@@ -188,12 +188,19 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
 
 def test_wrong_arguments() -> None:
     module = CASE.built()
-    two = [{"params": [each], "lr": 0.1} for each in module.parameters()][:2]
+    every = [*module.parameters()]
+    two: list[dict[str, Any]] = [{"params": every[:1], "momentum": 0.9}, {"params": every[1:]}]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"model": None}, "needs model="),
         ({"config": None}, "needs config="),
         ({"config": {"train_batch_size": 4}}, "there is no optimizer"),
-        ({"optimizer": torch.optim.SGD(two)}, "2 groups of parameters"),
+        (
+            {"optimizer": torch.optim.SGD(two)},
+            "of one group of parameters it keeps momentum_buffer, and of another not",
+        ),
+        ({"optimizer": lambda parameters: parameters}, "optimizer makes a list"),
+        ({"model_parameters": every[1:]}, "the optimizer does not have .* parameters that"),
+        ({"model_parameters": [{"params": every, "amsgrad": True}]}, "group 0 of parameters has amsgrad; adamw has lr"),
         ({"optimizer": 3}, "optimizer is int"),
         ({"optimizer": torch.optim.SGD([*module.parameters()][1:])}, "the optimizer does not have .* parameters that"),
         ({"optimizer": torch.optim.SGD([*module.parameters(), nn.Parameter(torch.ones(2))])}, "none of the module's"),

@@ -174,7 +174,7 @@ def test_fault_21_norms_and_biases_are_not_decayed() -> None:
     here = build(Case(bucket_size=50))
     decayed, others = set[str](), set[str]()
     for i, bucket in enumerate(here.state.buckets):
-        for start, stop, decay in here.optimizer._decay_ranges(i, None):
+        for start, stop, decay, _ in here.optimizer._decay_ranges(i, None):
             names = {piece.spec.name for piece in bucket.layout.fragments(start, stop)}
             (decayed if decay else others).update(names)
     assert not decayed & others

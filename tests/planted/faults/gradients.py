@@ -144,7 +144,7 @@ FAULTS = (
         "overflow of one rank",
         "Each rank decides by its own gradients whether it skips the step (DeepSpeed).",
         "megazero/zero/optimizer.py",
-        "self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0)",
+        "self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0, self.groups)",
         "self.values = UpdateValues(self.lr, multiplier, ~torch.isfinite(self.optimizer.sum_of_squares()), "
         "self.optimizer.step_count + 1.0)",
         ONE_OVERFLOW,

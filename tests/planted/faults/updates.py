@@ -169,9 +169,11 @@ FAULTS = (
         "Adam's first step has the bias corrections of the second (Megatron-LM, behind a step that made the moments).",
         "megazero/zero/optimizer.py",
         "multiplier = unscale * coefficient\n"
-        "        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0)",
+        "        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0, "
+        "self.groups)",
         "multiplier = unscale * coefficient\n"
-        "        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 2.0)",
+        "        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 2.0, "
+        "self.groups)",
         "tests/parity/test_transformers_training.py::test_five_steps_equal_transformers",
         thread="NVIDIA/Megatron-LM#5974",
     ),
