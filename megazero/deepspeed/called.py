@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, found_by_rank_0
 from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
 from megazero.deepspeed.groups import ParameterGroups
+from megazero.deepspeed.zero import mark
 from megazero.mpu.meeting import Environment
 from megazero.own.called_units import RecordedForward, called_units, recorded_forward, unit_modules
 from megazero.own.engine_state import StepResult
@@ -112,9 +113,10 @@ class DeepSpeedEngine(nn.Module):
         self._opening.group_of = groups.by_name(units.names)
         digest = zlib.crc32(json.dumps(sorted(self._opening.group_of.items())).encode())
         require_alike({"have other groups of parameters": digest}, grid)
-        places = groups.places(self.module)
+        places, before = groups.places(self.module), [*self.module.parameters()]
         engine = made_with(self._opening, lambda opening: HookedEngine(self.module, micro_batches, units, opening))
         groups.hold(self.module, places)
+        mark(self.module, before, engine)
         if self._begins_with is not None:
             checkpoint, weights_only = self._begins_with
             engine.load_found(checkpoint, weights_only=weights_only)
@@ -130,6 +132,7 @@ class DeepSpeedEngine(nn.Module):
     def destroy(self) -> None:
         """End the process groups, and remove files of what has left the device. Called by all ranks."""
         (self._opening if self._engine is None else self._engine).close()
+        mark(self.module, [], None)
 
     # --- what programs ask -----------------------------------------------------------------------------------------
 

@@ -214,6 +214,10 @@ class EngineState:
         """Raise ValueError if the program has changed parameters behind the engine's back. Called before each step."""
         self._trained.require_as_before()
 
+    def accept_parameters(self) -> None:
+        """Take note that the parameters have been changed, and the optimizer's numbers with them."""
+        self._trained.accept()
+
     def require_own_loop(self, what: str) -> None:
         """Raise RuntimeError where megazero's own loop takes the steps."""
         if self._loop is not None:

@@ -7,16 +7,18 @@ The list of a step is that of one chunk of units. Hooks of the units tell the pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megazero.config.derive import brings_parameters
+from megazero.mpu.parameter import Parameter
 from megazero.own.called_units import OutsideUnit, reconnect, tensors_in
 from megazero.own.engine_state import EngineState, StepResult
+from megazero.own.gathered import gathered
 from megazero.own.hooked_run import HookedRun, OtherOrder
 from megazero.own.model import Units
 from megazero.own.opening import Opening
@@ -185,6 +187,17 @@ class HookedEngine(EngineState):
         result = self._end_step(end)
         self.state.wait_parameters()  # the program may use the module's parameters in any way until the next step
         return result
+
+    def gathered(self, parameters: Sequence[Parameter], writer: int | None) -> AbstractContextManager[None]:
+        """`own.gathered.gathered`, between two steps. In the midst of one parameters can be read that are whole."""
+        if self._pass is None:
+            return gathered(self, parameters, writer)
+        if self._brings or writer is not None:
+            raise RuntimeError(
+                "parameters are gathered, or written, in the middle of a step: do so behind step, or in front of the "
+                "first micro-batch"
+            )
+        return nullcontext()
 
     # --- hooks of units --------------------------------------------------------------------------------------------
 

@@ -132,10 +132,14 @@ class TrainedParameters:
         self._is_trained = {name: each.requires_grad for name, each in named.items()}
         self._named = named
         self._memory = {name: parameter.untyped_storage() for name, parameter in named.items()}
-        self._versions = {name: parameter._version for name, parameter in named.items()}
+        self.accept()
         self._unreached = set() if unused else {name for name, is_trained in self._is_trained.items() if is_trained}
         for name in self._unreached:
             named[name].register_post_accumulate_grad_hook(_GradientSeen(self._unreached, name))
+
+    def accept(self) -> None:
+        """Take the parameters as they are now for those that the optimizer knows."""
+        self._versions = {name: parameter._version for name, parameter in self._named.items()}
 
     def require_as_before(self) -> None:
         """Raise ValueError if somebody has begun or ceased to train a parameter, has put another one in its place, or

@@ -146,13 +146,15 @@ class ShardedOptimizer:
         """See `zero.portions.stored`."""
         return stored(self.state)
 
-    def portions(self, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
+    def portions(
+        self, fill: Collection[str] = (), only: Collection[str] | None = None
+    ) -> Generator[list[Fragment], None, None]:
         """See `zero.portions.portions`. To load, fill the columns, set `step_count`, and call `after_load`."""
-        return portions(self.state, fill)
+        return portions(self.state, fill, only)
 
-    def after_load(self, filled: Collection[str] = ("weight",)) -> None:
+    def after_load(self, filled: Collection[str] = ("weight",), only: Collection[str] | None = None) -> None:
         """See `zero.portions.spread`."""
-        spread(self.state, filled)
+        spread(self.state, filled, only)
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
         """Views of this rank's own gradients on the device that count in the norm here (or do not)."""

@@ -137,18 +137,26 @@ def stored(state: ModelState) -> list[list[StoredFragment]]:
     ]
 
 
-def portions(state: ModelState, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
+def portions(
+    state: ModelState, fill: Collection[str] = (), only: Collection[str] | None = None
+) -> Generator[list[Fragment], None, None]:
     """The fragments of `stored` with their values. A portion is valid until the next one is asked for; then the columns
     of `fill` are stored where they rest.
+
+    only: names of parameters, without which a portion is left out; None: none is.
 
     A collective of all ranks if updates are owed: they are made at once, and not with the first portion.
     """
     state.wait_parameters()
-    return _values(state, fill)
+    return _values(state, fill, only)
 
 
-def _values(state: ModelState, fill: Collection[str]) -> Generator[list[Fragment], None, None]:
+def _values(
+    state: ModelState, fill: Collection[str], only: Collection[str] | None
+) -> Generator[list[Fragment], None, None]:
     for key, start, fragments in _portions(state):
+        if only is not None and not any(fragment.spec.name in only for fragment in fragments):
+            continue
         with looking(state, key, writes=bool(fill)) as held:
             columns = {name: held[column] for name, column in _saved(state).items()}
             yield [
@@ -178,9 +186,10 @@ def _saved(state: ModelState) -> dict[str, Column]:
 
 
 @torch.no_grad()
-def spread(state: ModelState, filled: Collection[str]) -> None:
+def spread(state: ModelState, filled: Collection[str], only: Collection[str] | None = None) -> None:
     """Update parameters and the other ranks' copies from the owners' fragments, of which a load has filled these
-    columns. What begins as the weights and is not filled becomes equal to them.
+    columns. What begins as the weights and is not filled becomes equal to them. only: names of parameters, without
+    which a bucket is left out; None: none is.
 
     Communicates per bucket: an all-gather of every optimizer column over the ranks that store the same shard, and then
     over the neighbours of that of every column that is whole (ZeRO-0), or of the parameters (the other stages). One
@@ -189,6 +198,8 @@ def spread(state: ModelState, filled: Collection[str]) -> None:
     table = state.columns
     begin = [column for column in AS_WEIGHTS if column in table and column.value not in filled]
     for index, bucket in enumerate(state.buckets):
+        if only is not None and not any(entry.spec.name in only for entry in bucket.layout.entries):
+            continue
         for number, _ in parts_at_rest(state, index) if begin else ():
             # Ahead of what brings the other ranks' parts of all columns: here the owned part alone has its weights.
             with looking(state, (index, number), writes=True) as held:
