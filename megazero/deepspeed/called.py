@@ -246,7 +246,8 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint of megazero's, of any layout. Returns its folder and what was handed to the save;
-        (None, {}) if there is none. Before the first forward it is found, and read in that.
+        (None, {}) if there is none. Before the first forward it is found, and read in that. One of `megazero.engine`
+        has one rate, which is that of all groups of parameters.
 
         tag  None: the one that the file `latest` names; without this file the newest of `load_dir`, so that a folder of
              `megazero.engine` opens, too
@@ -267,10 +268,11 @@ class DeepSpeedEngine(nn.Module):
         else:
             self._engine.load_found(checkpoint, weights_only=weights_only)
         if not load_module_only:
-            if load_lr_scheduler_states and self.lr_scheduler is not None and about["lr_scheduler"] is not None:
-                self.lr_scheduler.load_state_dict(about["lr_scheduler"])
-            self._groups.load(about["groups"] if "groups" in about else [{"lr": checkpoint.progress["lr"]}])
-        return str(folder), about["client_state"]
+            schedule = about.get("lr_scheduler")
+            if load_lr_scheduler_states and self.lr_scheduler is not None and schedule is not None:
+                self.lr_scheduler.load_state_dict(schedule)
+            self._groups.load(about.get("groups", [{"lr": checkpoint.progress["lr"]}] * len(self._groups.lrs)))
+        return str(folder), about.get("client_state", about)
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """What `load_state_dict` of the module takes, in host memory, on every rank. A collective of all ranks."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import megazero
 from megazero import deepspeed
 from tests.deepspeed.grids import EXACT, SHARDED, ZERO, config_of, made_steps
 from tests.deepspeed.models import CASES, CLIP, MICRO_BATCHES, OPTIMIZER, RATE
@@ -174,6 +175,27 @@ def test_rates_and_changed_options_come_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the checkpoint is of an optimizer with 3 groups of parameters, and this one"):
         one[0].load_checkpoint(tmp_path)
     one[0].destroy()
+
+
+def test_a_checkpoint_of_an_engine_of_units(tmp_path: Path) -> None:
+    """It has no groups: its rate is that of all, and what the program kept comes back as the client's state."""
+    layers = [nn.Linear(3, 4), nn.Linear(4, 1)]
+    with megazero.engine(megazero.Model(layers, loss=squares, input="x"), "adamw", 0.25) as units:
+        units.step({"x": torch.ones(2, 3)})
+        units.save(tmp_path, {"next": 7})
+        right = units.state_dict()
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    config = config_of({"stage": 0}, "", MICRO_BATCHES, optimizer=OPTIMIZER)
+    engine = deepspeed.initialize(model=module, model_parameters=by_shape(module), config=config)[0]
+    path, state = engine.load_checkpoint(tmp_path)
+    assert path is not None and state == {"next": 7} and engine.global_steps == 1 and engine.get_lr() == [0.25] * 3
+    engine.eval()(torch.ones(2, 3))
+    assert all(torch.equal(value, right[name]) for name, value in engine.module_state_dict().items())
+    engine.destroy()
+
+
+def squares(made: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return made.square().sum(), len(made)
 
 
 def test_groups_hold_parameters_that_had_no_values() -> None:
