@@ -150,8 +150,8 @@ FAULTS = (
         "biases decay",
         "Biases and norms have weight decay.",
         "megazero/zero/optimizer.py",
-        "((0, layout.decayed, self.cfg.weight_decay), (layout.decayed, layout.used, 0.0))",
-        "((0, layout.decayed, self.cfg.weight_decay), (layout.decayed, layout.used, self.cfg.weight_decay))",
+        "yield layout.decayed, layout.used, 0.0, 0",
+        "yield layout.decayed, layout.used, self.cfg.weight_decay, 0",
         DATA_PARALLEL,
     ),
     Fault(
