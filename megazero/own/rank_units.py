@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,8 +60,9 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
         raise ConfigError(problems)
     model.is_taken = True
     chunks = chunks_of_units(model, run)
-    tied = hold_together(model, run, chunks)
-    inventory = _inventory(model, tied)
+    tied = tied_names(model, run, chunks)
+    hold_together(model, held_parameters(model, run, chunks, tied))
+    inventory = inventory_of(model, tied, {})
     own = [chunks[number] for number in chunks_of(run).of(grid.at.pp)]
     here = sorted({number for units in own for number in units})
     values, made, dtype = InitialValues(), dict[str, Parameter](), compute_dtype(run.optimizer.precision)
@@ -157,33 +158,50 @@ def _names_in(model: Units, units: range) -> list[str]:
     return [model.names[id(each)] for number in units for each in model.units[number].parameters()]
 
 
-def hold_together(model: Units, run: Run, chunks: Sequence[range]) -> set[str]:
-    """The names of parameters that several stages have. All stages with any of them get all of them, in their first
-    chunk with any: as one bucket, which all these stages have alike. Where nothing uses one, its gradient is zero.
+def tied_names(model: Units, run: Run, chunks: Sequence[range]) -> set[str]:
+    """The names of parameters that several stages have."""
+    return {name for name, on in _stages_of(model, run, chunks).items() if len(on) > 1}
+
+
+def held_parameters(model: Units, run: Run, chunks: Sequence[range], tied: Set[str]) -> dict[int, list[nn.Parameter]]:
+    """What units hold of others, by number. All stages with parameters that several stages have (tied) get all of
+    these, in their first chunk with any: as one bucket, which all these stages have alike. Where nothing uses one, its
+    gradient is zero.
     """
-    stages = _stages_of(model, run, chunks)
-    tied = {name: on for name, on in stages.items() if len(on) > 1}
     by_name = {model.names[id(each)]: each for unit in model.units for each in unit.parameters()}
-    for stage in sorted(set[int]().union(*tied.values())):
+    held = dict[int, list[nn.Parameter]]()
+    for stage in range(run.parallel.pp):
         own = [chunks[number] for number in chunks_of(run).of(stage)]
-        units = next(units for units in own if not tied.keys().isdisjoint(_names_in(model, units)))
-        missing = sorted(tied.keys() - set(_names_in(model, units)))
-        first = next(
-            number for number in units if not tied.keys().isdisjoint(_names_in(model, range(number, number + 1)))
-        )
-        model.units[first].hold([by_name[name] for name in missing])
-    return {*tied}
+        units = next((units for units in own if not tied.isdisjoint(_names_in(model, units))), None)
+        if units is None:
+            continue
+        first = next(number for number in units if not tied.isdisjoint(_names_in(model, range(number, number + 1))))
+        held[first] = [by_name[name] for name in sorted(tied - set(_names_in(model, units)))]
+    return held
 
 
-def _inventory(model: Units, tied: Set[str]) -> list[list[ParameterShape]]:
-    """The parameters of each unit. tied: names of those that several stages have."""
+def hold_together(model: Units, held: Mapping[int, Iterable[nn.Parameter]]) -> None:
+    """Have units hold parameters of others, by number."""
+    for number, parameters in held.items():
+        model.units[number].hold(parameters)
+
+
+def inventory_of(
+    model: Units, tied: Set[str], held: Mapping[int, Sequence[nn.Parameter]]
+) -> list[list[ParameterShape]]:
+    """The parameters of each unit. tied: names of those that several stages have. held: what units will hold of others,
+    by number.
+    """
     whole = {model.names[id(each)] for unit in model.units if unit.keeps_whole for each in unit.parameters()}
 
     def shape_of(parameter: nn.Parameter) -> ParameterShape:
         name = model.names[id(parameter)]
         return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, name in tied, name in whole)
 
-    return [[shape_of(parameter) for parameter in unit.parameters()] for unit in model.units]
+    return [
+        [shape_of(parameter) for parameter in (*unit.parameters(), *held.get(number, ()))]
+        for number, unit in enumerate(model.units)
+    ]
 
 
 def structure_digest(model: Units) -> int:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -178,6 +179,15 @@ class OffloadedBytes:
 NOTHING = OffloadedBytes()
 
 
+class StageLayers(NamedTuple):
+    """What of a model a rank has: see `StageBytes`."""
+
+    blocks: int
+    chunks: int
+    embedding: bool
+    head: bool
+
+
 @dataclass(frozen=True)
 class StageBytes:
     """The model state of one rank of a stage.
@@ -238,6 +248,18 @@ class RankState:
     def _groups(self) -> dict[StateGroup, SharedBy]:
         return state_groups(self.axes, self.at)
 
+    def specs(self, *, trained: bool) -> list[list[list[ParameterSpec]]]:
+        """Those of its trained (or its frozen) parameters, by chunk and unit."""
+        return specs_of(self.run, self.at.pp, self.at.tp, trained=trained)
+
+    @property
+    def layers(self) -> StageLayers:
+        """What of the model it has."""
+        specs = specs_of_stage(self.run, self.at.pp)
+        blocks = sum(len(spec.blocks) for spec in specs)
+        ends = (any(spec.has_embedding for spec in specs), any(spec.has_head for spec in specs))
+        return StageLayers(blocks, len(specs), *ends)
+
     @cached_property
     def layouts(self) -> tuple[BucketLayout, ...]:
         """The trained buckets."""
@@ -256,14 +278,14 @@ class RankState:
 
     @cached_property
     def _frozen(self) -> FrozenLayouts:
-        still = specs_of(self.run, self.at.pp, self.at.tp, trained=False)
+        still = self.specs(trained=False)
         sizes, coding = group_sizes(self.axes, self.at), coding_of(self.run.lora, self.run.model)
         return frozen_layouts(still, sizes, self._row[Column.PARAMETER], self._packing, coding)
 
     @cached_property
     def shape(self) -> RankShape:
         """The shape for the list of a step."""
-        trained, still = (specs_of(self.run, self.at.pp, self.at.tp, trained=trained) for trained in (True, False))
+        trained, still = (self.specs(trained=trained) for trained in (True, False))
         specs = [
             [[*of_unit, *others] for of_unit, others in zip(*chunks, strict=True)]
             for chunks in zip(trained, still, strict=True)
@@ -325,14 +347,10 @@ class RankState:
         """The bytes of it, in every tier."""
         frozen, buckets, elsewhere = self._frozen, self.shape.buckets, self._elsewhere
         layouts = (*self.layouts, *frozen.plain, *(codes.numbers for codes in frozen.coded))
-        specs = specs_of_stage(self.run, self.at.pp)
         sums = (b.gradient_bytes // (b.shards if b.sharded_gradient else 1) for b in buckets if b.sums is Tier.DEVICE)
         feedback = KEPT_BYTES * self._fed_back if self.run.parallel.zero_gradient_error_feedback else 0
         return StageBytes(
-            blocks=sum(len(spec.blocks) for spec in specs),
-            chunks=len(specs),
-            embedding=any(spec.has_embedding for spec in specs),
-            head=any(spec.has_head for spec in specs),
+            **self.layers._asdict(),
             parameters=sum(layout.parameters for layout in layouts),
             weights=sum(bucket.stored_bytes for bucket in buckets if bucket.rests is Tier.DEVICE),
             gradients=sum(sums) + feedback,

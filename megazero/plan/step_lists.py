@@ -1,5 +1,5 @@
-"""The lists of a step on all stages of a run, by arithmetic; what each unit of a stage keeps of a micro-batch, and what
-of that leaves the device (--offload-activations), up to the pieces that are written to disks.
+"""The lists of a step on all stages of a run, by arithmetic, and the pieces of activations that are written to disks
+(--offload-activations).
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 
 from megazero.config.derive import writes_activations
 from megazero.config.schema import Run
-from megazero.config.tiers import plain_unit
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
-from megazero.pipeline.measured import UnitBytes
-from megazero.pipeline.stage_specs import specs_of_stage, unit_names
-from megazero.plan.rank_state import buffers_of, file_bytes, micro_batches_of, stage_state
-from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.plan.planned_model import FAMILIES, PlannedModel, leaving_bytes
+from megazero.plan.rank_state import buffers_of, file_bytes, micro_batches_of
 from megazero.program.checker import check
 from megazero.program.instruction import ACTIVATION_WRITES, Instruction
 from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces
@@ -24,34 +21,6 @@ from megazero.program.passes.vertical import turn
 from megazero.program.scope import Border
 from megazero.program.shape import RankShape, without_state
 from megazero.program.step import StepOptions, gathered_budget, settling_list, training_step
-from megazero.system import device as devices
-
-
-def unit_bytes(run: Run, axes: Axes, stage: int, kind: str) -> tuple[tuple[UnitBytes, ...], ...]:
-    """The bytes of a stage's units, by its own number of a chunk and by unit. kind: of device, cpu or cuda."""
-    plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
-    return tuple(plan.units(spec, table) for spec in specs_of_stage(run, stage))
-
-
-def with_kept(shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
-    """The shape of a rank of this stage with what its units keep, where a list asks for that: where activations leave
-    the device. Raises ConfigError as `plan.recompute.recompute_table` does.
-    """
-    if not run.offload.offload_activations:
-        return shape
-    return shape.keeping(leaving_bytes(run, axes, stage, devices.kind(run.parallel.device)))
-
-
-def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]]:
-    """The bytes that each unit of a stage keeps, by chunk and unit, and 0 of one that is not among those that leave.
-    kind: of device, cpu or cuda.
-    """
-    leaves, names = run.offload.offload_activations, [unit_names(spec) for spec in specs_of_stage(run, stage)]
-    sizes = [[unit.saved for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
-    return [
-        [size * (not leaves.units or leaves.names([plain_unit(name)])) for size, name in zip(*chunk, strict=True)]
-        for chunk in zip(sizes, names, strict=True)
-    ]
 
 
 def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
@@ -120,11 +89,11 @@ class ActivationPieces:
 class StageLists:
     """The training step of each stage. Each is made once, when it is first asked for: that can take a second.
 
-    nccl: whether the run communicates through NCCL, which has larger buckets.
+    nccl: whether the run communicates through NCCL, which has larger buckets. model: whose steps these are.
     """
 
-    def __init__(self, run: Run, axes: Axes, *, nccl: bool) -> None:
-        self.run, self.axes, self.nccl = run, axes, nccl
+    def __init__(self, run: Run, axes: Axes, *, nccl: bool, model: PlannedModel = FAMILIES) -> None:
+        self.run, self.axes, self.nccl, self.model = run, axes, nccl, model
         self.micro_batches = micro_batches_of(run, axes)
         self._made: dict[int, StageStep] = {}
         self._shapes: dict[int, RankShape] = {}
@@ -133,7 +102,7 @@ class StageLists:
         """The lists of a step of so many micro-batches."""
         batch = number * self.run.schedule.micro_batch_size * self.axes.dp
         run = replace(self.run, schedule=replace(self.run.schedule, global_batch_size=batch))
-        other = StageLists(run, self.axes, nccl=self.nccl)
+        other = StageLists(run, self.axes, nccl=self.nccl, model=self.model)
         other._shapes = self._shapes  # model state does not depend on the batch
         return other
 
@@ -160,7 +129,7 @@ class StageLists:
         groups = step_options(self.run).groups(self.micro_batches)
         shapes, lists = list[RankShape](), list[tuple[Instruction, ...]]()
         for stage in range(self.axes.pp):
-            shapes.append(without_state(len(unit_names(spec)) for spec in specs_of_stage(self.run, stage)))
+            shapes.append(without_state(len(names) for names in self.model.names(self.run, stage)))
             schedule = schedules(self.run, stage)(self.micro_batches)
             lists.append(schedule if groups is None else turn(schedule, shapes[-1], groups))
         return lists, shapes
@@ -183,6 +152,7 @@ class StageLists:
         shape, options = self._shape(stage), step_options(self.run)
         schedule, groups = schedules(self.run, stage)(self.micro_batches), options.groups(self.micro_batches)
         listed = training_step(schedule, shape, options, groups=groups, owed=owed, early=early)
+        shape = self.model.walked(shape, self.run, self.axes, stage)
         return StageStep(shape, listed, options, options.border_of(owed=owed, early=early))
 
     @staticmethod
@@ -197,6 +167,6 @@ class StageLists:
 
     def _shape(self, stage: int) -> RankShape:
         if stage not in self._shapes:
-            shape = stage_state(self.run, self.axes, stage, nccl=self.nccl).shape
-            self._shapes[stage] = with_kept(shape, self.run, self.axes, stage)
+            shape = self.model.state(self.run, self.axes, stage, nccl=self.nccl).shape
+            self._shapes[stage] = self.model.listed(shape, self.run, self.axes, stage)
         return self._shapes[stage]

@@ -11,17 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain
 
-from megazero.config.derive import gathers_parameters, uses_files
+from megazero.config.derive import uses_files
 from megazero.config.dtypes import grad_reduce_dtype, state_dtype
-from megazero.config.inventory import fp8_elements
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
-from megazero.pipeline.stage_specs import chunks_of, specs_of_stage, unit_names
-from megazero.plan.rank_state import StageBytes, has_nccl, stage_bytes
-from megazero.plan.recompute import activation_plan
-from megazero.plan.step_lists import ActivationPieces, StageLists, unit_bytes
+from megazero.pipeline.stage_specs import chunks_of
+from megazero.plan.planned_model import FAMILIES, PlannedModel, StageSizes
+from megazero.plan.rank_state import StageBytes, has_nccl
+from megazero.plan.step_lists import ActivationPieces, StageLists
 from megazero.program.instruction import PARAMETER_LOADS, Instruction, Piece
 from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
@@ -85,31 +83,28 @@ class StageMemory:
         return self.steps.activations(self.stage)
 
     @cached_property
+    def _sizes(self) -> StageSizes:
+        return self.steps.model.sizes(self.steps.run, self.steps.axes, self.stage, self.kind)
+
+    @cached_property
     def _walked(self) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
         """What a walk through its list needs."""
-        run, state, on_cpu = self.steps.run, self.state, self.kind == "cpu"
-        plan, (instructions, scope, sizes) = activation_plan(run, self.kind), self._without_units
+        state, on_cpu, of_units = self.state, self.kind == "cpu", self._sizes
+        instructions, scope, sizes = self._without_units
         sizes = replace(
             sizes,
-            hidden=plan.hidden_bytes,
-            units=unit_bytes(run, self.steps.axes, self.stage, self.kind),
+            hidden=of_units.hidden,
+            units=of_units.units,
+            uneven=of_units.uneven,
+            graphs=of_units.graphs,
             optimizer=state.optimizer,
             host=state.elsewhere.memory if on_cpu else 0,
             host_buffer=self.activations.buffer_bytes,
-            copies=self._fp8_copies,
+            copies=of_units.copies,
             feedback=state.feedback,
-            logits=plan.logits if on_cpu and state.head else 0,
+            logits=of_units.logits,
         )
         return instructions, scope, sizes
-
-    @property
-    def _fp8_copies(self) -> int:
-        """Bytes of the weights in FP8 and of their transposes, where weights stay (`mpu.fp8.Fp8Layer.weight`)."""
-        run = self.steps.run
-        if gathers_parameters(run):
-            return 0
-        blocks = chain.from_iterable(spec.blocks for spec in specs_of_stage(run, self.stage))
-        return 2 * fp8_elements(run, blocks)
 
     @property
     def _without_units(self) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
@@ -131,8 +126,8 @@ class StageMemory:
         """The memory at each instruction of its list."""
         units = {
             (chunk, unit): words
-            for chunk, spec in enumerate(specs_of_stage(self.steps.run, self.stage))
-            for unit, words in enumerate(unit_names(spec))
+            for chunk, names in enumerate(self.steps.model.names(self.steps.run, self.stage))
+            for unit, words in enumerate(names)
         }
         return trace(rank_words(self.stage, self.steps.axes), *self._walked, units)
 
@@ -140,6 +135,11 @@ class StageMemory:
     def fullest(self) -> Fullest:
         """The number of bytes of the peak of `trace`, and of `waiting`."""
         return fullest(*self._walked)
+
+    @property
+    def beside(self) -> int:
+        """The bytes on the device all the time that `trace` and `fullest` do not have."""
+        return sum(self._sizes.beside.values())
 
     @property
     def spare(self) -> int:
@@ -196,7 +196,10 @@ class StageMemory:
         }
         return TierPeaks(
             self.stage,
-            {column.value: size for column, size in fullest_moment.columns.items() if column not in elsewhere},
+            {
+                **{column.value: size for column, size in fullest_moment.columns.items() if column not in elsewhere},
+                **self._sizes.beside,
+            },
             f"number {fullest_moment.number} of its list, {fullest_moment.instruction}",
             {what: size for what, size in host.items() if size},
             self.resting.disk,
@@ -205,13 +208,14 @@ class StageMemory:
 
 def stage_memories(steps: StageLists, kind: str) -> list[StageMemory]:
     """The memory of a rank of each stage."""
-    return [StageMemory(steps, stage, state, kind) for stage, state in enumerate(stage_bytes(steps.run, steps.axes))]
+    states = (steps.model.state(steps.run, steps.axes, stage).bytes for stage in range(steps.axes.pp))
+    return [StageMemory(steps, stage, state, kind) for stage, state in enumerate(states)]
 
 
 @cache
-def run_memories(run: Run, axes: Axes, kind: str) -> list[StageMemory]:
-    """The same of a run, once for all who ask: of long lists peaks can take seconds."""
-    return stage_memories(StageLists(run, axes, nccl=has_nccl(run.parallel, axes)), kind)
+def run_memories(run: Run, axes: Axes, kind: str, model: PlannedModel = FAMILIES) -> list[StageMemory]:
+    """The same of a run of a model, once for all who ask: of long lists peaks can take seconds."""
+    return stage_memories(StageLists(run, axes, nccl=has_nccl(run.parallel, axes), model=model), kind)
 
 
 def run_peaks(run: Run, axes: Axes, kind: str) -> list[TierPeaks]:

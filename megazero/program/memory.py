@@ -48,11 +48,33 @@ class UnitSizes:
     deferred: int = 0
 
 
+class GraphMemory(Protocol):
+    """The backward of units that are one graph, where it is not that of each unit and the gradient of its output. What
+    a split one defers are gradients of parameters alone.
+    """
+
+    def backward(self, chunk: int, unit: int, units: range) -> int:
+        """The most that the backward of a unit of these holds: what it keeps, its input's gradient and, but for the
+        last one, its output's gradient included, and its input not. chunk: the rank's own number.
+        """
+
+
+class HiddenBytes(NamedTuple):
+    """Bytes of the hidden states between two units of one micro-batch, and of their gradients. What an earlier unit of
+    the chunk keeps of them counts there.
+    """
+
+    states: int
+    gradients: int
+
+
 @dataclass(frozen=True)
 class StepBytes:
     """The sizes of what a rank holds, beside its buckets' columns.
 
     hidden     of the hidden states between two units of one micro-batch, and of a message between stages
+    uneven     of those that differ from `hidden`, by model chunk and by the unit that they enter
+    graphs     of units in one graph; None: the gradient of a unit's output is there until the unit is done
     units      by the rank's own number of a chunk and by unit
     optimizer  of all optimizer columns on the device: master weights and moments
     host       of what is not there, in host memory, where that is the device's own: on a CPU
@@ -75,6 +97,20 @@ class StepBytes:
     host_buffer: int = 0
     in_flight: int = IN_FLIGHT
     cast: float = 0.0
+    uneven: Mapping[tuple[int, int], HiddenBytes] = field(default_factory=dict)
+    graphs: GraphMemory | None = None
+
+    def backward(self, i: Instruction, unit: int, units: range) -> int:
+        """The most that the backward of a unit of these holds, as of `GraphMemory`."""
+        if self.graphs is not None:
+            return self.graphs.backward(i.chunk, unit, units)
+        is_inner = unit < units.stop - 1
+        between = self.entering(i.model_chunk, unit + 1).gradients if is_inner else 0
+        return self.units[i.chunk][unit].backward + between
+
+    def entering(self, model_chunk: int, unit: int) -> HiddenBytes:
+        """Of what enters a unit."""
+        return self.uneven.get((model_chunk, unit)) or HiddenBytes(self.hidden, self.hidden)
 
 
 UnitKey = tuple[int, int]

@@ -238,7 +238,8 @@ class ActivationCopies:
             return
         if i.op == LEAVE or i.op in ACTIVATION_READS:
             kept = self.sizes.host_buffer or sum(sizes[unit].kept + sizes[unit].input for unit in range(first, stop))
-            self.account.hold(self._host(i), self.account.host.take(kept))
+            if kept:  # what keeps nothing takes no buffer
+                self.account.hold(self._host(i), self.account.host.take(kept))
             return
         for unit in range(first, stop):
             self._move(i, kept_place(i, unit), sizes[unit].kept + sizes[unit].input * (unit > first))

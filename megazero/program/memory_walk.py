@@ -259,7 +259,7 @@ class _Walk:
         for value in does.takes:
             if value[0] is Thing.HIDDEN and self.scope.trains:
                 keeps = sizes[units.start].input
-                if keeps < self.sizes.hidden:
+                if keeps < self.sizes.entering(i.model_chunk, units.start).states:
                     part = keeps  # a copy, which its forward makes
                 else:
                     account.drop(self._border(value))
@@ -271,7 +271,8 @@ class _Walk:
             later = unit > units.start
             kept = (sizes[unit].kept + sizes[unit].input * later) if self.scope.trains else 0
             account.hold(kept_place(i, unit), kept)
-            self._look(max(0, sizes[unit].forward + (self.sizes.hidden if later else -part) - kept))
+            entering = self.sizes.entering(i.model_chunk, unit).states if later else -part
+            self._look(max(0, sizes[unit].forward + entering - kept))
         self._take(does)
         self._make(does)
 
@@ -287,13 +288,12 @@ class _Walk:
             own = self.shape.units[i.chunk][unit]
             for bucket in reversed(own.at_once if split else own.gradients):  # the last layer's gradients come first
                 self.state.borrow(bucket)
-            between = self.sizes.hidden * (unit < units.stop - 1)
-            self._look(sizes[unit].backward - sizes[unit].kept + between)
+            self._look(self.sizes.backward(i, unit, units) - sizes[unit].kept)
             account.drop(kept_place(i, unit))
             if unit == units.start:
                 account.drop(kept_place(i, unit, "input"))
             if split:
-                if unit == units.stop - 1:
+                if unit == units.stop - 1 and self.sizes.graphs is None:
                     self._take(does)  # what is deferred has it
                 account.hold(kept_place(i, unit, "deferred"), sizes[unit].deferred)
         self._take(does)
@@ -313,7 +313,9 @@ class _Walk:
         """Hold those that an instruction makes. The gradient of the loss is a number."""
         for value in does.makes:
             if value[0] in (Thing.HIDDEN, Thing.HIDDEN_GRADIENT) and value[2] < self.scope.model_chunks:
-                self.account.hold(self._border(value), self.sizes.hidden)
+                entering = self.sizes.entering(value[2], value[3])
+                size = entering.gradients if value[0] is Thing.HIDDEN_GRADIENT else entering.states
+                self.account.hold(self._border(value), size)
 
     def _take(self, does: Effects) -> None:
         """Drop those that an instruction takes."""

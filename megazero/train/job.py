@@ -22,7 +22,8 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.step_lists import StageLists, with_kept
+from megazero.plan.planned_model import with_kept
+from megazero.plan.step_lists import StageLists
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals

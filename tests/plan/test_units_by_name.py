@@ -9,8 +9,8 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.config.tiers import Tier
 from megazero.mpu.axes import Coordinates, axes_of
+from megazero.plan.planned_model import with_kept
 from megazero.plan.rank_state import RankState
-from megazero.plan.step_lists import with_kept
 from megazero.train.init_from import model_source
 from tests.parity.training import small_model
 
