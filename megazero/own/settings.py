@@ -225,6 +225,12 @@ def settings_digest(run: Run, rule: str, lr: float) -> int:
     return zlib.crc32(repr((sections, run.data.seed, rule, lr)).encode())
 
 
+def with_batches(run: Run, micro_batches: int, replicas: int) -> Run:
+    """The run of a program that hands over so many micro-batches in each step, on each of its replicas: for plans."""
+    rows = micro_batches * replicas
+    return replace(run, schedule=replace(run.schedule, micro_batch_size=1, global_batch_size=rows))
+
+
 def divided_by(run: Run, seconds: Sequence[float]) -> Run:
     """A run whose model chunks have units of about the same time. seconds: of each unit."""
     sizes = tuple(len(units) for units in chunk_units(run, seconds))

@@ -40,7 +40,7 @@ def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.devi
     with torch_generators_kept(device), torch.enable_grad():
         for unit in model.called_units:
             is_last = unit is model.called_units[-1]
-            tensors = _tensors(unit, model, compute_dtype(run.optimizer.precision), device)
+            tensors = unit_tensors(unit, model, compute_dtype(run.optimizer.precision), device)
             passes = [_passed(unit, tensors, hidden, taken, device, is_last=is_last) for _ in range(REPEATS)]
             forward, backward = min(each.forward for each in passes), min(each.backward for each in passes)
             seconds.append(forward * (2 if recomputes and not is_last else 1) + backward)
@@ -48,7 +48,7 @@ def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.devi
     return seconds
 
 
-def _tensors(unit: OwnUnit, model: Model, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def unit_tensors(unit: OwnUnit, model: Model, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Parameters and buffers of a unit by the places where it has them, with their values in memory of their own."""
     values = InitialValues()
     values.add(unit, model)

@@ -1,7 +1,9 @@
-"""Bytes of the tensors that code makes on torch's meta device: of those alive now, and the most so far.
+"""Bytes of the tensors that code makes, on torch's meta device or on one that computes: of those alive now, and the
+most so far.
 
 A mode of dispatch sees what every operation makes, and a weak reference to its storage when it is freed. So memory is
-freed by the rules of autograd and Python themselves. Two things are otherwise under a mode, and stand here:
+freed by the rules of autograd and Python themselves. Memory that an operation takes and gives back within itself is not
+seen. Two things are otherwise under a mode, and stand here:
 
 - Autograd adds a second gradient in place where nobody else has the first one, but never under a mode of dispatch. So
   the mode does it for autograd.
@@ -56,10 +58,10 @@ class Storages(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ADD and sys._getframe(1).f_code is _ENGINE and self._adds_in_place(args[0]):
+        if func is _ADD and _is_asked_by_autograd() and self._adds_in_place(args[0]):
             made = args[0]
         else:
-            made = _made(func, args, kwargs or {})
+            made = self.make(func, args, kwargs or {})
             within = WITHIN.get(func)
             self._within = 0 if within is None else within(*args)
             for tensor in made if isinstance(made, (tuple, list)) else (made,):
@@ -67,6 +69,10 @@ class Storages(TorchDispatchMode):
                     self._meet(tensor, counts=True)
         self.note(func, args, kwargs or {}, made)
         return made
+
+    def make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operation returns."""
+        return _made(func, args, kwargs)
 
     def note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Is told of each operation, and what it has made: with a sum in place, its first summand."""
@@ -93,6 +99,25 @@ class Storages(TorchDispatchMode):
 
     def _freed(self, key: int, storage: Any) -> None:
         self.alive -= self._counted.pop(key)[1]
+
+
+class ComputedStorages(Storages):
+    """The same on a device that computes. Where autograd adds in place, the summand is left out of the sum: the numbers
+    of gradients mean nothing.
+    """
+
+    def make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+def _is_asked_by_autograd() -> bool:
+    """Whether the engine of autograd itself asks for the operation under way. On a GPU it does so in a thread of its
+    own, below which there is no frame.
+    """
+    try:
+        return sys._getframe(2).f_code is _ENGINE
+    except ValueError:
+        return True
 
 
 def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
