@@ -17,6 +17,7 @@ from megazero.mpu.bundle import MessageSpec
 from megazero.own.engine_state import EngineState, StepLoop, StepResult
 from megazero.own.model import BatchTensors, Model
 from megazero.own.opening import Opening, made_with, opening_of
+from megazero.own.planned_memory import MeasuredStep
 from megazero.own.refusals import (
     GivenBatches,
     learning_rate,
@@ -25,6 +26,7 @@ from megazero.own.refusals import (
 )
 from megazero.own.shaped_engine import ShapedEngine
 from megazero.own.stage import OwnBatch, boundaries
+from megazero.own.taken_tensors import META
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.own.unit_times import unit_seconds
 from megazero.pipeline.engine import PipelineEngine
@@ -124,6 +126,7 @@ def engine(
     run: Mapping[str, Any] | None = None,
     *,
     timed: BatchTensors | None = None,
+    example: GivenBatches | None = None,
 ) -> Engine:
     """A model in training. All ranks call it: those that torchrun started, or of torch's default process group.
 
@@ -137,6 +140,10 @@ def engine(
     timed      a micro-batch, with which rank 0 measures how long each unit takes: units are divided among stages by
                these times. None: by numbers of parameters, or as `partition` says
 
+    example    micro-batches of a step, as `step` takes them: rank 0 measures with the first what each unit keeps of it,
+               so that the memory of a step is known (`planned_memory`), and held to budgets of the run. None: that of
+               the model state alone is known, and there are no budgets
+
     A collective of all ranks. Raises ConfigError with everything that is wrong, and TypeError for another model.
     """
     if not isinstance(model, Model):
@@ -145,5 +152,13 @@ def engine(
             "megazero.from_sequential and megazero.from_transformers make one"
         )
     time_units = None if timed is None else partial(unit_seconds, model, timed)
-    opening = opening_of(model, optimizer, lr, run, time_units=time_units)
+    measure = None if example is None else _measured_with(model, example)
+    opening = opening_of(model, optimizer, lr, run, time_units=time_units, measure=measure)
     return made_with(opening, lambda opening: Engine(model, opening))
+
+
+def _measured_with(model: Model, example: GivenBatches) -> MeasuredStep:
+    """What measures a model with micro-batches of a step."""
+    number = len(micro_batches(example, META))
+    first = example if isinstance(example, Mapping) else example[0]
+    return MeasuredStep(model, lambda run: first, number)

@@ -33,6 +33,7 @@ from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import host_activations, step_lists
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.system import device as devices
 from megazero.train.resume import fill_from_swap
 from megazero.train.state import TrainState
 from megazero.train.whole_steps import StepOwner, SwapStart
@@ -139,6 +140,10 @@ class EngineState:
         alone = run.parallel.zero_stage == 0 and not run.offload.offload_optimizer and not run.parallel.late_update
         masters = not alone or self.dtype.itemsize <= 2 or brings_parameters(run.parallel, run.offload)
         self._trained = TrainedParameters(self._units(), unused=model.unused, masters=masters)
+        self.planned_memory = opening.memory
+        """What is known of the memory of a step: text, or fields of `PlannedMemory`."""
+        if run.offload.device_memory_budget is not None:
+            devices.limit_memory(grid.device, run.offload.device_memory_budget)
         opening.leave_first()
 
     # --- how it is built -------------------------------------------------------------------------------------------

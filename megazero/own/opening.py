@@ -16,10 +16,13 @@ from megazero.launch import world_of
 from megazero.mpu.axes import SharingAxes
 from megazero.mpu.grid import ProcessGrid
 from megazero.own.model import Units
+from megazero.own.planned_memory import MeasuredStep, PlannedMemory, peaks_from
+from megazero.own.planned_state import OwnChunks
 from megazero.own.rank_units import sharing_stages
 from megazero.own.refusals import learning_rate
 from megazero.own.settings import LoopSettings, divided_by, run_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
+from megazero.plan.step_memory import TierPeaks
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.api import Given
 from megazero.train.embedded import process_groups, rendezvous, result_of_rank_0, result_on_all_ranks
@@ -41,6 +44,8 @@ class Opening:
     files  where columns are that leave the device for disks; None: none does
     group_of
            the number of each parameter's group by its name, where options differ; None: all parameters have the same
+    memory
+           what is known of the memory of a step; None: an engine has the modules already
     """
 
     def __init__(self, run: Run, lr: float, rule: TorchRule | None) -> None:
@@ -48,6 +53,7 @@ class Opening:
         self.group_of: Mapping[str, int] | None = None
         self.grid: ProcessGrid
         self.files: StateFiles | None
+        self.memory: PlannedMemory | None = None
 
     def enter(self, contexts: ExitStack, grid: ProcessGrid, files: StateFiles | None) -> None:
         """Take over process groups and files with the contexts that end them."""
@@ -89,6 +95,7 @@ def opening_of(
     signals: StopSignals | None = None,
     time_units: TimeUnits | None = None,
     groups: Sequence[Mapping[str, Any]] = ({},),
+    measure: MeasuredStep | None = None,
 ) -> Opening:
     """What an engine of these units needs. A collective of all ranks.
 
@@ -96,6 +103,7 @@ def opening_of(
     signals     requests to stop
     time_units  called on rank 0, by whose times units are divided among stages; None: by numbers of parameters
     groups      options of groups of parameters that an optimizer of torch has, as `TorchRule` takes them
+    measure     called on rank 0, and by its peaks the run is held to its budgets; None: the run has none
 
     Otherwise as `own.engine.engine`.
     """
@@ -107,7 +115,8 @@ def opening_of(
         rate = learning_rate(lr if lr is not None else LR if rule is None else rule.lr)
         kept = None if rule is None else rule.kept
         timed = time_units is not None
-        resolved_run = run_of(run or {}, name, units, environment.world_size, kept, lr=rate, loop=loop, timed=timed)
+        has = {"timed": timed, "measured": measure is not None}
+        resolved_run = run_of(run or {}, name, units, environment.world_size, kept, lr=rate, loop=loop, **has)
         return Opening(resolved_run, rate, rule)
 
     opening = result_on_all_ranks(resolved, meeting)
@@ -115,10 +124,17 @@ def opening_of(
     if time_units is not None and opening.run.parallel.pp * opening.run.parallel.virtual_stages > 1:
         times = result_of_rank_0(partial(time_units, opening.run, world.device), meeting, "times of units")
         opening.run = divided_by(opening.run, times)
+    peaks = list[TierPeaks]()
+    if measure is not None and measure.wanted(opening.run) and not units.is_taken:
+        find = partial(measure.peaks, opening.run, world.device, environment.world_size)
+        peaks = peaks_from(result_of_rank_0(find, meeting, "memory of a step"))
     with ExitStack() as contexts:
         if sharing := sharing_stages(units, opening.run):
             world = replace(world, axes=SharingAxes(**vars(world.axes), sharing=sharing))
         grid = contexts.enter_context(process_groups(world, meeting, opening.run.parallel))
+        if not units.is_taken:
+            chunks = OwnChunks.of(units, opening.run)
+            opening.memory = PlannedMemory.of(chunks, opening.run, grid.axes, grid.device.type, peaks)
         files = contexts.enter_context(state_files(opening.run, grid, None, signals or StopSignals()))
         opening.enter(contexts, grid, files)
     return opening

@@ -4,7 +4,7 @@ bytes of its units.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,11 +28,11 @@ class OwnPlannedModel:
     """A `plan.planned_model.PlannedModel` of a user's model.
 
     chunks    how the model is divided in all runs that are asked for
-    measured  the bytes of its units, by what backward computes again (`recompute_granularity`)
+    measured  finds the bytes of its units, by what backward computes again (`recompute_granularity`)
     """
 
     chunks: OwnChunks
-    measured: Mapping[str, OwnModelBytes]
+    measured: Callable[[str], OwnModelBytes]
     _states: dict[Any, OwnRankState] = field(default_factory=dict, init=False, repr=False)
 
     def state(self, run: Run, axes: Axes, stage: int, *, nccl: bool | None = None) -> OwnRankState:
@@ -62,7 +62,7 @@ class OwnPlannedModel:
         return StageSizes(self._units(run, stage), 0, uneven, graphs, beside={BUFFERS: buffers} if buffers else {})
 
     def _measured(self, run: Run) -> OwnModelBytes:
-        return self.measured[run.parallel.recompute_granularity]
+        return self.measured(run.parallel.recompute_granularity)
 
     def _units(self, run: Run, stage: int) -> tuple[tuple[UnitSizes, ...], ...]:
         return tuple(self._chunk(run, number).sizes for number in chunks_of(run).of(stage))

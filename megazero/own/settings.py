@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -34,6 +34,8 @@ USED = frozenset(
 """Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
 OF_UNITS = frozenset({"offload_activations"})
 """Those that a list of units reads besides, and a module that a program calls does not."""
+OF_MEASURED = frozenset({"device_memory_budget", "host_memory_budget"})
+"""Those that the measured bytes of units are held to."""
 USED_BY_LOOP = USED | frozenset(
     """
     micro_batch_size global_batch_size rampup_batch_size train_length num_workers
@@ -97,6 +99,7 @@ def run_of(
     lr: float | None = None,
     loop: LoopSettings | None = None,
     timed: bool = False,
+    measured: bool = False,
 ) -> Run:
     """The run of a model on so many ranks.
 
@@ -105,7 +108,8 @@ def run_of(
     kept       columns of an optimizer of torch; None: it is one of ours
     lr         the learning rate of the loop, if `given` has none
     loop       None: the program takes the steps
-    timed      whether units are measured, to be divided among stages (`divided_by`)
+    timed      whether the times of units are measured, by which they are divided among stages (`divided_by`)
+    measured   whether their bytes are
 
     Raises ConfigError with everything that is wrong.
     """
@@ -115,7 +119,12 @@ def run_of(
         problems.append("run is a Run, which has fields of families: of a model of modules it is a mapping, or YAML")
         source.settings.clear()
     used, looked_at = (USED, SECTIONS) if loop is None else (USED_BY_LOOP, SECTIONS_OF_LOOP)
-    used |= OF_UNITS
+    used |= OF_UNITS | OF_MEASURED
+    if not measured and (budgets := sorted(source.settings.keys() & OF_MEASURED)):
+        problems.append(
+            f"run has {' and '.join(budgets)}: what the units of a model keep of a micro-batch is not known without "
+            "example=, the micro-batches of a step"
+        )
     if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
     unread = sorted(name for name in source.settings if name not in used)
@@ -136,15 +145,25 @@ def run_of(
     if loop is not None:
         run = loop.in_samples(run)
         problems += () if source.unread or "train_length" in source.bad else _loop_problems(run)
-    elsewhere = {name for name, known in run_options().items() if known.section not in looked_at} - AS_BY_DEFAULT
-    problems += problems_of(run, world_size, bad={*source.bad, *elsewhere}, own_data=True)
-    problems += [*_chunk_problems(run, len(model.units)), *_activation_problems(run)]
+    problems += run_problems(run, world_size, len(model.units), looked_at, source.bad)
     problems += _timing_problems(run) if timed else ()
-    if run.parallel.recompute_granularity == "selective":
-        problems.append("recompute_granularity is 'selective': of a module nobody knows what is cheap to compute again")
     if problems:
         raise ConfigError([*map(fields_for_flags, problems)])
     return run
+
+
+def run_problems(
+    run: Run, world_size: int, units: int, sections: Collection[str] = SECTIONS, bad: Iterable[str] = ()
+) -> Iterator[str]:
+    """What is wrong with a run of a model of so many units, which reads these sections. bad: fields that are known to
+    be wrong.
+    """
+    elsewhere = {name for name, known in run_options().items() if known.section not in sections} - AS_BY_DEFAULT
+    yield from problems_of(run, world_size, bad={*bad, *elsewhere}, own_data=True)
+    yield from _chunk_problems(run, units)
+    yield from _activation_problems(run)
+    if run.parallel.recompute_granularity == "selective":
+        yield "recompute_granularity is 'selective': of a module nobody knows what is cheap to compute again"
 
 
 def _loop_problems(run: Run) -> Iterator[str]:
@@ -229,6 +248,11 @@ def with_batches(run: Run, micro_batches: int, replicas: int) -> Run:
     """The run of a program that hands over so many micro-batches in each step, on each of its replicas: for plans."""
     rows = micro_batches * replicas
     return replace(run, schedule=replace(run.schedule, micro_batch_size=1, global_batch_size=rows))
+
+
+def computed_again(run: Run, recompute: str) -> Run:
+    """The run with other units that backward computes again: for plans."""
+    return replace(run, parallel=replace(run.parallel, recompute_granularity=recompute))
 
 
 def divided_by(run: Run, seconds: Sequence[float]) -> Run:

@@ -125,10 +125,23 @@ class BudgetSearch:
                 return self._without_the_needless(better)
         return better
 
+    def is_valid(self, run: Run) -> bool:
+        """Whether a changed run can be made."""
+        problems = problems_of(run, self._world, own_data=True)
+        return self._known.issuperset(problems) and not unit_problems(run, axes_of(run, self._world))
+
+    def peaks(self, run: Run) -> tuple[TierPeaks, ...] | None:
+        """As of `peaks_within`."""
+        return peaks_within(run, axes_of(run, self._world), self._kind, self._limits, self._first)
+
+    def changes(self, run: Run) -> Iterator[MemoryChange]:
+        """What may take less memory, as of `changes`."""
+        return changes(run, self._world, self._kind)
+
     def _every(self, begun: MemoryChange) -> Iterator[Tried]:
         """Each change on top of `begun` that can be made."""
         changed = begun.of(self._run)
-        for change in changes(changed, self._world, self._kind):
+        for change in self.changes(changed):
             if (tried := self.attempt(begun + change)) is not None:
                 yield tried
         for column in COLUMNS:
@@ -147,11 +160,7 @@ class BudgetSearch:
 
     def _attempt(self, change: MemoryChange) -> Tried | None:
         run = change.of(self._run)
-        axes = axes_of(run, self._world)
-        if not self._known.issuperset(problems_of(run, self._world, own_data=True)) or unit_problems(run, axes):
-            return None
-        peaks = peaks_within(run, axes, self._kind, self._limits, self._first)
-        if peaks is None:
+        if not self.is_valid(run) or (peaks := self.peaks(run)) is None:
             return None
         return Tried(change, peaks, max(sum(self._limits.excess(stage)) for stage in peaks))
 
@@ -196,39 +205,39 @@ def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:
     tried too, and found to be so.
     """
     p, off, axes = run.parallel, run.offload, axes_of(run, world_size)
-    sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4)]
+    sharded = [set_field("zero_stage", stage) for stage in range(p.zero_stage + 1, 4)]
     ordered: Sequence[tuple[bool, list[MemoryChange]]] = (
         (axes.dp > 1, sharded[:-1]),
         (bool(off.offload_optimizer) or writes_activations(run), _smaller_buffers(run)),
-        (axes.dp > 1, _smaller_buckets(run, axes)),
-        (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
-        (not off.offload_activations and kind != "cpu", [_set("offload_activations", TierShare(Tier.HOST))]),
-        (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
+        (axes.dp > 1, smaller_buckets(run, axes)),
+        (p.recompute_granularity == "none", [set_field("recompute_granularity", "selective")]),
+        (not off.offload_activations and kind != "cpu", [set_field("offload_activations", TierShare(Tier.HOST))]),
+        (p.recompute_granularity != "full", [set_field("recompute_granularity", "full")]),
         (not writes_activations(run), _activations_to_disks(run)),
-        (run.schedule.micro_batch_size > 1, [_set("micro_batch_size", 1)]),
+        (run.schedule.micro_batch_size > 1, [set_field("micro_batch_size", 1)]),
         (axes.dp > 1, sharded[-1:]),
-        (bool(off.offload_activations), [_set("offload_activations", TierShare())]),
-        (bool(off.offload_optimizer), [_set("offload_optimizer", TierShare())]),
+        (bool(off.offload_activations), [set_field("offload_activations", TierShare())]),
+        (bool(off.offload_optimizer), [set_field("offload_optimizer", TierShare())]),
     )
     return (change for possible, of_kind in ordered if possible for change in of_kind)
 
 
-def _set(name: str, value: Any) -> MemoryChange:
+def set_field(name: str, value: Any) -> MemoryChange:
     return MemoryChange(((name, value),))
 
 
 def _activations_to_disks(run: Run) -> list[MemoryChange]:
     """Through as much host memory as there may be now, and through less."""
     folders = run.offload.nvme_path or (NEW_FOLDER,)
-    moved = _set("offload_activations", TierShare(Tier.DISK)) + _set("nvme_path", folders)
+    moved = set_field("offload_activations", TierShare(Tier.DISK)) + set_field("nvme_path", folders)
     now = run.offload.nvme_buffer_bytes
-    return [moved, *(moved + _set("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
+    return [moved, *(moved + set_field("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
 
 
-def _smaller_buckets(run: Run, axes: Axes) -> list[MemoryChange]:
+def smaller_buckets(run: Run, axes: Axes) -> list[MemoryChange]:
     """A quarter of the elements in a bucket, and a sixteenth: whole gradients and their copies are as large."""
     now = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
-    return [_set("bucket_size", now // part) for part in (4, 16) if now >= part]
+    return [set_field("bucket_size", now // part) for part in (4, 16) if now >= part]
 
 
 def _smaller_buffers(run: Run) -> list[MemoryChange]:
@@ -239,4 +248,4 @@ def _smaller_buffers(run: Run) -> list[MemoryChange]:
     state = least_buffer(run) // ALIGNMENT * parameters(run.model)
     least, now = max(least_buffer(run), -(-state // MOST_PARTS)), run.offload.nvme_buffer_bytes
     sizes = sorted({max(least, now // 4), max(least, now // 16), least}, reverse=True)
-    return [_set("nvme_buffer_bytes", size) for size in sizes if size < now]
+    return [set_field("nvme_buffer_bytes", size) for size in sizes if size < now]

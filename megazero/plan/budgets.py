@@ -9,7 +9,7 @@ small ones have room the order is horizontal. So a run that fits is never refuse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -93,11 +93,20 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
         peaks = run_peaks(run, axes, kind)
     except ConfigError as error:  # the budget of activations cannot be kept
         return list(error.problems)
+    return excess_problems(peaks, budgets, axes, lambda first: _changes(run, world_size, kind, budgets, first))
+
+
+def excess_problems(
+    peaks: Sequence[TierPeaks], budgets: SearchLimits, axes: Axes, changes: Callable[[int], BudgetSearch]
+) -> list[str]:
+    """A sentence if these peaks of each stage are above the budgets. changes: what is searched for a change that fits,
+    of the stage that takes most.
+    """
     worst = max(peaks, key=lambda stage: sum(budgets.excess(stage)))
     if budgets.hold(worst):
         return []
     whose = rank_words(worst.stage, axes)
-    return [f"{_excess(worst, budgets, whose)}; {_what_fits(run, world_size, kind, budgets, worst.stage)}"]
+    return [f"{_excess(worst, budgets, whose)}; {_what_fits(changes(worst.stage), budgets)}"]
 
 
 def host_problems(run: Run, world_size: int, kind: str, here: range, memory: HostRoom) -> list[str]:
@@ -121,7 +130,7 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
     of_rank = max(0, memory.limit // len(here) - memory.process)
     budgets = SearchLimits(memory=of_rank, is_one=True) if kind == "cpu" else SearchLimits(host=of_rank)
     first = max((axes.coordinates(rank).pp for rank in here), key=states.__getitem__)
-    return [f"{problem}; {_what_fits(run, world_size, kind, budgets, first)}"]
+    return [f"{problem}; {_what_fits(_changes(run, world_size, kind, budgets, first), budgets)}"]
 
 
 def _excess(peaks: TierPeaks, budgets: SearchLimits, whose: str) -> str:
@@ -149,12 +158,16 @@ def what_fits(run: Run, world_size: int, kind: str, room: int, first: int) -> st
     that takes more. kind: of device, cpu or cuda. A search, which walks through the steps of some other runs.
     """
     limits = SearchLimits(memory=room, is_one=True) if kind == "cpu" else SearchLimits(device=room)
-    return _what_fits(run, world_size, kind, limits, first)
+    return _what_fits(_changes(run, world_size, kind, limits, first), limits)
 
 
-def _what_fits(run: Run, world_size: int, kind: str, budgets: SearchLimits, first: int) -> str:
-    """What to change, in words. The search looks at a step of few micro-batches (`shortened`)."""
-    changes = BudgetSearch(shortened(run, axes_of(run, world_size)), world_size, kind, budgets, first)
+def _changes(run: Run, world_size: int, kind: str, budgets: SearchLimits, first: int) -> BudgetSearch:
+    """A search that looks at a step of few micro-batches (`shortened`)."""
+    return BudgetSearch(shortened(run, axes_of(run, world_size)), world_size, kind, budgets, first)
+
+
+def _what_fits(changes: BudgetSearch, budgets: SearchLimits) -> str:
+    """What to change, in words."""
     if fitting := changes.single(SHOWN):
         return f"nearest: {', or '.join(_offered(tried, budgets) for tried in fitting)}"
     tried = changes.together()

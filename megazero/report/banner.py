@@ -116,15 +116,15 @@ def _adapters(run: Run, trained: int) -> str:
     return f"{adapters}; all else is frozen, and has no gradients and no optimizer state"
 
 
-def stage_table(stages: Sequence[StageBytes]) -> str:
+def stage_table(stages: Sequence[StageBytes], layer: str = "block") -> str:
     """Parameters and bytes of one rank of each stage; consecutive equal stages share a line. Where something leaves the
-    device, the first table tells of the device and a second one of the rest.
+    device, the first table tells of the device and a second one of the rest. layer: what a stage has several of.
     """
     on_device, elsewhere = list[list[str]](), list[list[str]]()
     for state, members in groupby(enumerate(stages), key=lambda pair: pair[1]):
         name = blocks.span([number for number, _ in members])
         chunks = f" in {state.chunks} chunks" if state.chunks > 1 else ""
-        parts = ["embedding"] * state.embedding + [counted(state.blocks, "block") + chunks] + ["head"] * state.head
+        parts = ["embedding"] * state.embedding + [counted(state.blocks, layer) + chunks] + ["head"] * state.head
         amounts = state.weights, state.gradients, state.optimizer, state.total
         on_device.append([name, " + ".join(parts), count(state.parameters), *map(size, amounts)])
         off = state.elsewhere

@@ -200,7 +200,7 @@ def planned_peaks(case: Sized, fields: Mapping[str, Any], ranks: int) -> list[Ti
     run = run_of(fields, "adamw", model, ranks)
     measured = unit_bytes(model, case.batch(torch.Generator()), run, torch.device("cpu"))
     axes = own_axes(model, run, ranks)
-    planned = OwnPlannedModel(OwnChunks.of(model, run), {run.parallel.recompute_granularity: measured})
+    planned = OwnPlannedModel(OwnChunks.of(model, run), lambda _: measured)
     steps = StageLists(with_batches(run, MICRO_BATCHES, axes.dp), axes, nccl=False, model=planned)
     return [memory.peaks for memory in stage_memories(steps, "cpu")]
 

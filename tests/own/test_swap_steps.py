@@ -122,7 +122,7 @@ def test_kill_9_of_a_rank_in_a_step(name: str, tmp_path: Path) -> None:
         command = [*launch, str(tmp_path / "program.py"), str(tmp_path / "disks"), str(dies), json.dumps(layout)]
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert ("SIGKILL" in done.stderr) == (done.returncode != 0) == bool(dies), done.stderr
-        lines = [line.split() for line in done.stdout.splitlines()]
+        lines = [line.split() for line in done.stdout.splitlines() if line.strip()]
         begins += [int(words[1]) for words in lines if words[0] == "begins"]
         for _, step, loss in (words for words in lines if words[0] == "step"):
             assert float(loss) == pytest.approx(right[int(step) - 1], rel=1e-10), step

@@ -112,7 +112,8 @@ def own_job(model: Engine, loop: ModelLoop, data: OwnBatches, signals: StopSigna
     program = CallbackSink(callbacks, signals)
     sinks = [*sinks_of(run, grid, start.position, checkpoints.fence, of_samples=True), program]
     if grid.rank == 0:
-        print(pairs(_introduction(model, data.train, start)), flush=True)
+        print(pairs(_introduction(model, data.train, start)), end="\n\n")
+        print(model.planned_memory, end="\n\n", flush=True)
     log = step_log(run, grid, sinks, Rates(0.0, 1, grid.axes.world_size))
 
     def record(position: TrainingPosition) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from megazero.own.engine import Engine
 from megazero.own.loop.model_run import OwnBatches, OwnJob, own_job
 from megazero.own.loop.model_steps import Beginning, ModelLoop
 from megazero.own.loop.samples import Collate, OwnSource, SampleContents, SampleSource
-from megazero.own.model import Model
+from megazero.own.model import BatchTensors, Model
 from megazero.own.opening import Opening, TimeUnits, opening_of
+from megazero.own.planned_memory import MeasuredStep
 from megazero.own.refusals import require_alike
 from megazero.own.settings import LoopSettings
 from megazero.own.torch_rule import MakeOptimizer
@@ -175,6 +176,14 @@ class ModelArguments:
 
         return measured if self.timed else None
 
+    def measured(self, model: Model) -> MeasuredStep:
+        """What measures the units of a model with the first samples, where the run has budgets."""
+
+        def first(run: Run) -> BatchTensors:
+            return self.train(run).batch(range(run.schedule.micro_batch_size), seeded=True)
+
+        return MeasuredStep(model, first, always=False)
+
     def valid(self, run: Run) -> dict[str, OwnSource]:
         """The validation sets by metric. Raises ConfigError where one is too short."""
         given = self.given.own_data().valid
@@ -195,7 +204,16 @@ def _training(
     with (
         settings_of_torch(Environment.read()),
         StopSignals() if handles else nullcontext(StopSignals()) as signals,
-        opening_of(model, optimizer, None, run, arguments.loop(), signals, arguments.seconds_of(model)) as opening,
+        opening_of(
+            model,
+            optimizer,
+            None,
+            run,
+            arguments.loop(),
+            signals,
+            arguments.seconds_of(model),
+            measure=arguments.measured(model),
+        ) as opening,
     ):
         data, beginning = _data_of(opening, arguments)
         loop = ModelLoop(beginning)
