@@ -16,13 +16,12 @@ from megazero.launch import world_of
 from megazero.mpu.axes import SharingAxes
 from megazero.mpu.grid import ProcessGrid
 from megazero.own.model import Units
-from megazero.own.planned_memory import MeasuredStep, PlannedMemory, peaks_from
+from megazero.own.planned_memory import MeasuredStep, PlannedMemory, StepMemory
 from megazero.own.planned_state import OwnChunks
 from megazero.own.rank_units import sharing_stages
 from megazero.own.refusals import learning_rate
-from megazero.own.settings import LoopSettings, divided_by, run_of
+from megazero.own.settings import LoopSettings, divided_by, placed_by, run_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
-from megazero.plan.step_memory import TierPeaks
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.api import Given
 from megazero.train.embedded import process_groups, rendezvous, result_of_rank_0, result_on_all_ranks
@@ -124,17 +123,19 @@ def opening_of(
     if time_units is not None and opening.run.parallel.pp * opening.run.parallel.virtual_stages > 1:
         times = result_of_rank_0(partial(time_units, opening.run, world.device), meeting, "times of units")
         opening.run = divided_by(opening.run, times)
-    peaks = list[TierPeaks]()
+    step = StepMemory()
     if measure is not None and measure.wanted(opening.run) and not units.is_taken:
-        find = partial(measure.peaks, opening.run, world.device, environment.world_size)
-        peaks = peaks_from(result_of_rank_0(find, meeting, "memory of a step"))
+        sizes = environment.world_size, environment.local_world_size
+        find = partial(measure.found, opening.run, world.device, *sizes)
+        step = StepMemory.read(result_of_rank_0(find, meeting, "memory of a step"))
+        opening.run = placed_by(opening.run, step.settings) if step.settings else opening.run
     with ExitStack() as contexts:
         if sharing := sharing_stages(units, opening.run):
             world = replace(world, axes=SharingAxes(**vars(world.axes), sharing=sharing))
         grid = contexts.enter_context(process_groups(world, meeting, opening.run.parallel))
         if not units.is_taken:
             chunks = OwnChunks.of(units, opening.run)
-            opening.memory = PlannedMemory.of(chunks, opening.run, grid.axes, grid.device.type, peaks)
+            opening.memory = PlannedMemory.of(chunks, opening.run, grid.axes, grid.device.type, step)
         files = contexts.enter_context(state_files(opening.run, grid, None, signals or StopSignals()))
         opening.enter(contexts, grid, files)
     return opening

@@ -4,23 +4,27 @@ step takes in every tier, which is held to the budgets of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from megazero.config.dump import plain_value
 from megazero.config.flags import fields_for_flags
+from megazero.config.placement import AUTO
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.config.tiers import TierShare
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.own.model import BatchTensors, Model
+from megazero.own.planned_placement import chosen_for
 from megazero.own.planned_state import OwnChunks, own_axes
 from megazero.own.planned_step import OwnPlannedModel
-from megazero.own.settings import computed_again, run_problems, with_batches
+from megazero.own.settings import computed_again, placed_by, run_problems, with_batches
 from megazero.own.unit_bytes import OwnModelBytes, unit_bytes
+from megazero.own.unit_times import unit_seconds
 from megazero.plan.budget_changes import BudgetSearch, MemoryChange, set_field, smaller_buckets
 from megazero.plan.budgets import budgets_of, excess_problems, fullest, has_budgets, shortened
 from megazero.plan.rank_state import StageBytes
@@ -28,6 +32,22 @@ from megazero.plan.search import SearchLimits
 from megazero.plan.step_memory import TierPeaks, rank_words, run_memories
 from megazero.report.banner import stage_table, zero_words
 from megazero.telemetry.units import size
+from megazero.train.api import naming_fields
+from megazero.train.placed import room_here
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What is found of a step. settings: of a placement, by field in plain words. Otherwise as `PlannedMemory`."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    peaks: tuple[TierPeaks, ...] = ()
+    placed: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> StepMemory:
+        """That of which JSON holds the fields."""
+        return cls(plain["settings"], tuple(TierPeaks(**stage) for stage in plain["peaks"]), tuple(plain["placed"]))
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,7 @@ class PlannedMemory:
 
     states  of its model state
     peaks   the most of a step in every tier; (): nothing has been measured
+    placed  sentences on a placement that was found
     """
 
     run: Run
@@ -43,18 +64,21 @@ class PlannedMemory:
     kind: str
     states: tuple[StageBytes, ...]
     peaks: tuple[TierPeaks, ...] = ()
+    placed: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, chunks: OwnChunks, run: Run, axes: Axes, kind: str, peaks: Sequence[TierPeaks]) -> PlannedMemory:
+    def of(cls, chunks: OwnChunks, run: Run, axes: Axes, kind: str, step: StepMemory) -> PlannedMemory:
         """Of a model with these chunks."""
         at = (Coordinates(stage, 0, 0, 0) for stage in range(axes.pp))
-        return cls(run, axes, kind, tuple(chunks.state(run, axes, each).bytes for each in at), tuple(peaks))
+        states = tuple(chunks.state(run, axes, each).bytes for each in at)
+        return cls(run, axes, kind, states, step.peaks, step.placed)
 
     def __str__(self) -> str:
         """A table of the model state, and a line on what a step takes."""
         title = f"Memory of the model state, {zero_words(self.run.parallel.zero_stage, self.axes)}"
         table = "\n".join(f"  {line}".rstrip() for line in stage_table(self.states, "unit").splitlines())
-        return f"{title}\n{table}\n{self.step_words}"
+        placed = (f"placement: {fields_for_flags(line)}" for line in self.placed)
+        return "\n".join([title, table, self.step_words, *placed])
 
     @property
     def step_words(self) -> str:
@@ -85,10 +109,11 @@ class MeasuredStep:
 
     def wanted(self, run: Run) -> bool:
         """Whether the memory of a run is measured."""
-        return self.always or has_budgets(run)
+        return self.always or has_budgets(run) or run.offload.placement == AUTO
 
-    def peaks(self, run: Run, device: torch.device, world_size: int) -> list[Any]:
-        """The peaks of each stage of a run as JSON holds them. The units run one at a time on the device.
+    def found(self, run: Run, device: torch.device, world_size: int, ranks_here: int) -> dict[str, Any]:
+        """A `StepMemory` of a run as JSON holds it. The units run one at a time on the device. ranks_here: the ranks of
+        this host.
 
         Communicates nothing. Raises ConfigError with the numbers where they are above the budgets of the run.
         """
@@ -101,17 +126,21 @@ class MeasuredStep:
             return unit_bytes(self.model, batch, computed_again(run, recompute), device)
 
         own = OwnPlannedModel(OwnChunks.of(self.model, run), measured)
+        settings, told = dict[str, Any](), tuple[str, ...]()
+        if run.offload.placement == AUTO:
+            room = room_here(run, ranks_here) if ranks_here == world_size else None
+            seconds = partial(unit_seconds, self.model, batch, run, device)
+            with naming_fields():
+                choice = chosen_for(own, planned, axes, device.type, seconds, room)
+            settings = {name: plain_value(value) for name, value in choice.settings}
+            run, planned, told = placed_by(run, settings), placed_by(planned, settings), choice.told
         peaks = [stage.peaks for stage in run_memories(planned, axes, device.type, own)]
         budgets, enough = budgets_of(run, device.type), shortened(planned, axes)
         changes = partial(_OwnChanges, own, axes_for, enough, world_size, device.type, budgets)
         if has_budgets(run) and (problems := excess_problems(peaks, budgets, axes, changes)):
-            raise ConfigError([*map(fields_for_flags, problems)])
-        return [asdict(stage) for stage in peaks]
-
-
-def peaks_from(plain: Sequence[Mapping[str, Any]]) -> list[TierPeaks]:
-    """The peaks that `MeasuredStep.peaks` has found."""
-    return [TierPeaks(**stage) for stage in plain]
+            with naming_fields():
+                raise ConfigError(problems)
+        return asdict(StepMemory(settings, tuple(peaks), told))
 
 
 class _OwnChanges(BudgetSearch):

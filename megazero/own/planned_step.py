@@ -61,6 +61,11 @@ class OwnPlannedModel:
         graphs = OwnGraphs([self._chunk(run, number) for number in chunks_of(run).of(stage)])
         return StageSizes(self._units(run, stage), 0, uneven, graphs, beside={BUFFERS: buffers} if buffers else {})
 
+    def largest_message(self, run: Run) -> int:
+        """The most bytes that one stage hands to the next of a micro-batch."""
+        chunks = range(1, len(self.chunks.chunks))
+        return max((self._chunk(run, number).entering[0].states for number in chunks), default=0)
+
     def _measured(self, run: Run) -> OwnModelBytes:
         return self.measured(run.parallel.recompute_granularity)
 

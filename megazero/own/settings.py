@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from megazero.config.derive import whole_steps
 from megazero.config.dtypes import PRECISION_OF
@@ -13,8 +14,9 @@ from megazero.config.dump import run_dict
 from megazero.config.flags import fields_for_flags
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import build_run, run_options
+from megazero.config.placement import AUTO, FLAGS, PLACEMENT, applied, with_placement
 from megazero.config.schema import OptimizerConfig, Run
-from megazero.config.source import ConfigError
+from megazero.config.source import ConfigError, ConfigSource
 from megazero.config.validate import problems_of
 from megazero.own.model import Units
 from megazero.pipeline.partition import partition
@@ -34,8 +36,8 @@ USED = frozenset(
 """Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
 OF_UNITS = frozenset({"offload_activations"})
 """Those that a list of units reads besides, and a module that a program calls does not."""
-OF_MEASURED = frozenset({"device_memory_budget", "host_memory_budget"})
-"""Those that the measured bytes of units are held to."""
+OF_MEASURED = frozenset({"device_memory_budget", "host_memory_budget", "placement", "placement_rates"})
+"""Those that are about the measured bytes of units."""
 USED_BY_LOOP = USED | frozenset(
     """
     micro_batch_size global_batch_size rampup_batch_size train_length num_workers
@@ -114,7 +116,8 @@ def run_of(
     Raises ConfigError with everything that is wrong.
     """
     source = settings_of(given)
-    problems = [*(() if loop is None else loop.problems), *source.problems, *source.length_problems()]
+    placing = _placed(source)
+    problems = [*(() if loop is None else loop.problems), *source.problems, *source.length_problems(), *placing]
     if isinstance(given, Run):
         problems.append("run is a Run, which has fields of families: of a model of modules it is a mapping, or YAML")
         source.settings.clear()
@@ -150,6 +153,26 @@ def run_of(
     if problems:
         raise ConfigError([*map(fields_for_flags, problems)])
     return run
+
+
+def _placed(source: ConfigSource) -> list[str]:
+    """What is wrong with the placement of settings, to which those of its file are added."""
+    sources, problems, _ = with_placement([source])
+    for file in sources[:-1]:
+        problems += file.problems
+        for name, value in file.settings.items():
+            source.settings.setdefault(name, value)
+    automatic, rates = source.settings.get(PLACEMENT) == AUTO, "placement_rates" in source.settings
+    if automatic and not rates:
+        problems.append("placement 'auto' needs placement_rates, a file: the rates of a machine are not measured here")
+    if rates and not automatic:
+        problems.append("placement_rates is without effect: it is of placement 'auto'")
+    return problems
+
+
+def placed_by(run: Run, settings: Mapping[str, Any]) -> Run:
+    """The run with the settings of a placement that was found. They are fields of it now: it has none to look for."""
+    return applied(run, {**settings, PLACEMENT: FLAGS, "placement_rates": None})
 
 
 def run_problems(

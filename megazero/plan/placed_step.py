@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
+from megazero.config.validate import problems_of
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.rank_state import NOTHING, StageBytes, stage_bytes, stage_state
-from megazero.plan.step_lists import StageLists
+from megazero.plan.planned_model import FAMILIES, PlannedModel
+from megazero.plan.rank_state import NOTHING, RankState, StageBytes
+from megazero.plan.step_lists import StageLists, buffer_problems
 from megazero.plan.step_memory import StageMemory
 from megazero.plan.traffic import least_moved
 from megazero.program.instruction import Instruction, Lane
@@ -69,6 +71,7 @@ class Machine:
     kind  of device, cpu or cuda
     rates of one machine, or of a cluster
     nccl  whether the run communicates through NCCL
+    model whose run it is
     """
 
     run: Run
@@ -76,19 +79,30 @@ class Machine:
     kind: str
     rates: TimeModel
     nccl: bool = field(kw_only=True)
+    model: PlannedModel = field(kw_only=True, default=FAMILIES)
     _known: dict[tuple[str, Settings], list[Any]] = field(default_factory=dict, init=False, repr=False)
 
     def placed(self, settings: Mapping[str, Any]) -> PlacedStep:
         """The step of the run with these settings."""
         return PlacedStep(self, tuple(settings.items()))
 
+    def problems(self, run: Run) -> Sequence[str]:
+        """Why a run with settings of a placement cannot be. Raises ConfigError as `StageLists` does."""
+        return [*problems_of(run, self.axes.world_size), *buffer_problems(run, self.axes, self.kind)]
+
+    def _state(self, run: Run, stage: int) -> RankState:
+        return self.model.state(run, self.axes, stage)
+
     def states(self, step: PlacedStep) -> list[StageBytes]:
         """The model state of a rank of each stage, which no setting in `NO_STATE` changes."""
-        return self._once("states", step.without(NO_STATE), lambda: stage_bytes(step.run, self.axes))
+        stages = range(self.axes.pp)
+        return self._once(
+            "states", step.without(NO_STATE), lambda: [self._state(step.run, stage).bytes for stage in stages]
+        )
 
     def moved(self, step: PlacedStep) -> list[dict[Lane, int]]:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
-        states = (stage_state(step.run, self.axes, stage) for stage in range(self.axes.pp))
+        states = (self._state(step.run, stage) for stage in range(self.axes.pp))
         return self._once("moved", step.without(NO_STATE), lambda: [least_moved(state.shape) for state in states])
 
     def walks(self, step: PlacedStep) -> list[Walked]:
@@ -110,7 +124,9 @@ class Machine:
         state = replace(step.states[stage], optimizer=0, elsewhere=NOTHING)
         memory = StageMemory(step.lists, stage, state, self.kind)
         fullest, resting = memory.fullest, memory.resting
-        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + resting.host, resting.disk)
+        return Walked(
+            Peak(fullest.nbytes + memory.beside, stage, fullest.instruction), fullest.host + resting.host, resting.disk
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +169,7 @@ class PlacedStep:
 
     @cached_property
     def lists(self) -> StageLists:
-        return StageLists(self.run, self.machine.axes, nccl=self.machine.nccl)
+        return StageLists(self.run, self.machine.axes, nccl=self.machine.nccl, model=self.machine.model)
 
     @cached_property
     def device(self) -> Peak:

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 from megazero.config.placement import ROWS, PlacementRow
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
-from megazero.config.validate import problems_of
 from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
-from megazero.plan.step_lists import buffer_problems
 from megazero.program.instruction import ProgramError
 from megazero.system.collector import without_collections
 
@@ -192,12 +190,12 @@ class _Combinations:
         switches = zip(SWITCHES, combination[len(COLUMNS) :], strict=True)
         fixed = {**staying, **{name: values[number] for (name, values), number in switches}}
         leaving = [(row, tier) for row, tier in rows if tier is not Tier.DEVICE]
-        shares, axes = _Shares(self.machine, self.limits, leaving, fixed), self.machine.axes
+        shares = _Shares(self.machine, self.limits, leaving, fixed)
         answer = Answer[_Shared]()
         try:
             all_of_it = shares.placed([WHOLE] * len(leaving))
             run = all_of_it.run
-            if problems_of(run, axes.world_size) or buffer_problems(run, axes, self.machine.kind):
+            if self.machine.problems(run):
                 return False
             if not self.limits.hold_device(all_of_it):
                 self.over[combination] = all_of_it

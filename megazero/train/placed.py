@@ -58,8 +58,14 @@ def chosen(run: Run, axes: Axes, kind: str, rates: MachineRates, room: Room | No
 
     Communicates nothing. Raises ConfigError if nothing keeps to the budgets.
     """
-    limits = _limits(run, kind, int(rates.workspace or 0), room or Room())
-    choice = choose_placement(Machine(run, axes, kind, rates, nccl=nccl), limits)
+    return chosen_on(Machine(run, axes, kind, rates, nccl=nccl), rates, room)
+
+
+def chosen_on(machine: Machine, rates: MachineRates, room: Room | None) -> ChosenPlacement:
+    """The same on a machine that is there. rates: by which it has times."""
+    run = machine.run
+    limits = _limits(run, machine.kind, int(rates.workspace or 0), room or Room())
+    choice = choose_placement(machine, limits)
     told = (*_lines(choice, limits), _rates_line(rates, run.offload.placement_rates))
     return ChosenPlacement(choice.best.settings, told)
 
