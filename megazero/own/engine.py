@@ -139,7 +139,6 @@ def engine(
                set, it is that of the model's parameters
     timed      a micro-batch, with which rank 0 measures how long each unit takes: units are divided among stages by
                these times. None: by numbers of parameters, or as `partition` says
-
     example    micro-batches of a step, as `step` takes them: rank 0 measures with the first what each unit keeps of it,
                so that the memory of a step is known (`planned_memory`), and held to budgets of the run. None: that of
                the model state alone is known, and there are no budgets
