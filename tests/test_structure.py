@@ -63,8 +63,8 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 def room(module: str) -> str:
-    """The room a module stands in. `megazero` itself is the ground."""
-    return next((name for name in FLOORS if module == name or module.startswith(name + ".")), module)
+    """The room a module stands in: the innermost one. `megazero` itself is the ground."""
+    return max((name for name in FLOORS if module == name or module.startswith(name + ".")), key=len, default=module)
 
 
 def floor(module: str) -> int:

@@ -110,3 +110,11 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """[..., k/t] -> [..., k], which all ranks use alike. Forward: all-gather. Backward: nothing is communicated."""
     return _adjoined(x, group, _gather_last, _split_last)
+
+
+def split_last(x: Tensor, group: Group) -> Tensor:
+    """[..., k], alike on all ranks -> this rank's [..., k/t]. Forward: nothing. Backward: all-gather.
+
+    Raises ValueError when t does not divide k.
+    """
+    return _adjoined(x, group, _split_last, _gather_last)

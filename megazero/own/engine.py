@@ -70,7 +70,7 @@ class Engine(EngineState):
         self.lr = self.lr if lr is None else learning_rate(lr)
         taken, engine = self._taken(batches, "step"), self.steps_engine
         engine.warm_up(taken, self.scaler.scale)
-        end = self._begin_step(engine.counted, reports=engine.has_loss)
+        end = self._begin_step(self.counted, reports=self.reports_loss)
         engine.train(taken, end.scale, end, owed=end.values is not None)
         return self._end_step(end)
 
@@ -80,8 +80,18 @@ class Engine(EngineState):
         """
         taken, engine = self._taken(batches, "evaluation"), self.steps_engine
         loss = engine.evaluate(taken)
-        total, number = self._reduce(loss if engine.has_loss else 0.0, engine.counted)
+        total, number = self._reduce(loss if self.reports_loss else 0.0, self.counted)
         return total / number
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank's losses enter the sum over ranks: all tp ranks of the last stage have the same ones."""
+        return self.steps_engine.has_loss and self.grid.tp.index == 0
+
+    @property
+    def counted(self) -> Tensor | float:
+        """What the losses that this rank reports are a sum over, once they are computed."""
+        return self.steps_engine.counted if self.reports_loss else 0.0
 
     def _settle(self, values: UpdateValues) -> None:
         self.steps_engine.settle(OwedStepEnd(self.optimizer, values))
@@ -110,7 +120,8 @@ class Engine(EngineState):
         """The engine for micro-batches of the shapes of this one."""
         messages: tuple[MessageSpec, ...] = ()
         if len(self._placed.chunks) > 1:
-            messages = boundaries(self._called, self._placed.chunks, batch.tensors, self.dtype)
+            with self._placed.cuts.whole():
+                messages = boundaries(self._called, self._placed.chunks, batch.tensors, self.dtype, self.whole_shapes)
         parts = self.stages, self.grid, self._lists, messages, self._channels, self.state.actions
         return PipelineEngine(*parts, self._activations)
 

@@ -21,7 +21,7 @@ from megazero.convert.files.safetensors_file import TensorHeader, write_safetens
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
-from megazero.mpu.parameter import spec_of
+from megazero.mpu.parameter import Parameter, own_box, spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.model import Unit, Units
 from megazero.own.opening import Opening
@@ -30,6 +30,7 @@ from megazero.own.refusals import TrainedParameters, require_alike, require_json
 from megazero.own.saved import OwnCheckpoints, ParameterShape, kept_in, require_names, require_same_optimizer
 from megazero.own.settings import settings_digest
 from megazero.own.taken_tensors import buffer_dtype
+from megazero.own.tensor_parallel.boxes import whole_of
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import host_activations, step_lists
 from megazero.pipeline.stage_specs import chunks_of
@@ -116,6 +117,8 @@ class EngineState:
         untrained = values_digest(model, trained=False) if becomes_whole else 0
         self._placed: PlacedModel = attempt_on_all_ranks(grid.world, grid.device, lambda: place_model(model, run, grid))
         placed = self._placed
+        self._shapes = {each.name: each for unit in placed.inventory for each in unit}
+        """All parameters of the model by name."""
         self.stages = placed.stages
         files = opening.files
         if files is not None and loop is not None and becomes_whole:
@@ -155,21 +158,27 @@ class EngineState:
         def fill() -> None:
             for fragments in self.optimizer.portions(FILLED):
                 for fragment in fragments:
-                    whole = values.of(fragment.spec.name).reshape(-1)
-                    fragment.weight.copy_(whole[fragment.start : fragment.stop])
+                    spec = fragment.spec
+                    part = own_box(values.of(spec.name).reshape(spec.shape), spec).reshape(-1)
+                    fragment.weight.copy_(part[fragment.start : fragment.stop])
 
         if self.swapped is not None and self.swapped.step is not None:
             self._go_on(self.swapped)
         else:
             attempt_on_all_ranks(self.grid.world, self.grid.device, fill)
             self.optimizer.after_load(FILLED)
-        self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype))
+        self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype).reshape(spec.shape))
         values.forget()
 
     @property
     def inventory(self) -> Sequence[Sequence[ParameterShape]]:
         """The parameters of each unit of the model, wherever they are."""
         return self._placed.inventory
+
+    @property
+    def whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the model's parameters by name, of which a tp rank may have a part."""
+        return {name: each.shape for name, each in self._shapes.items()}
 
     def _go_on(self, swapped: SwapStart) -> None:
         """Go on from a step in swap files. A collective of all ranks."""
@@ -245,12 +254,35 @@ class EngineState:
 
     @contextmanager
     def parameters_whole(self) -> Iterator[dict[str, Tensor]]:
-        """A context with the parameters of this rank's units by name, whole and up to date. A collective of all
-        ranks.
+        """A context with the parameters of this rank's units by name, whole and up to date: copies of what is cut among
+        tp ranks. A collective of all ranks.
         """
         with self.state.reading():
             mine = (parameter for unit in self._units() for parameter in unit.module.parameters())
-            yield {spec_of(parameter).name: parameter.detach() for parameter in mine}
+            whole = {spec_of(parameter).name: self._whole(parameter) for parameter in mine}
+            copies = {name: each._version for name, each in whole.items() if self._is_copied(name)}
+            yield whole
+            if written := [name for name, version in copies.items() if whole[name]._version != version]:
+                raise ValueError(
+                    f"{written[0]} has been written into, and is a copy: parameters_whole() has those of what is cut "
+                    "among tp ranks. Set values in front of the engine, or by its load"
+                )
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer of this rank as the model has it. A collective of the tp ranks."""
+        if not isinstance(tensor, Parameter) or not self._is_copied(spec_of(tensor).name):
+            return tensor.detach()
+        split = self._shapes[spec_of(tensor).name].split
+        assert split is not None
+        return whole_of(tensor, split, self._shape_of(tensor), self.grid.tp)
+
+    def _is_copied(self, name: str) -> bool:
+        """Whether the whole of a parameter of this name is a copy."""
+        return self.grid.tp.size > 1 and self._shapes[name].split is not None
+
+    def _shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """That of a parameter or buffer in the model, of which a tp rank may have a part."""
+        return self._shapes[spec_of(tensor).name].shape if isinstance(tensor, Parameter) else tuple(tensor.shape)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers of the model in host memory, on every rank: what `load_state_dict` of an
@@ -265,7 +297,7 @@ class EngineState:
         all ranks if it cannot, or a file is there: OSError on rank 0, CheckpointError on others.
         """
         named = [(name, tensor) for unit in self._placed.units for name, tensor in unit.tensors()]
-        slots = [TensorHeader(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in named]
+        slots = [TensorHeader(name, self._dtype_of(tensor), self._shape_of(tensor)) for name, tensor in named]
         collected = self._collected(lambda tensor: True)
 
         def write() -> None:
@@ -298,9 +330,9 @@ class EngineState:
                 with self.state.reading(unit) if is_here else nullcontext():
                     for name, tensor in unit.tensors():
                         if wanted(tensor):
-                            value = torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device=device)
+                            value = torch.empty(self._shape_of(tensor), dtype=self._dtype_of(tensor), device=device)
                             if is_here:
-                                value.copy_(tensor.detach())
+                                value.copy_(self._whole(tensor))
                             collectives.broadcast(value, self.grid.pp, stage).wait()
                             yield name, value.cpu()
 
@@ -371,8 +403,8 @@ class EngineState:
         """Set frozen parameters and buffers to what a checkpoint has. A collective of all ranks."""
         read = self.checkpoints.untrained(checkpoint)
         every = (named for unit in self._placed.units for named in unit.tensors())
-        require_names(read, {name: tensor.shape for name, tensor in every if _is_untrained(tensor)})
-        self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype))
+        require_names(read, {name: self._shape_of(tensor) for name, tensor in every if _is_untrained(tensor)})
+        self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype).reshape(spec.shape))
         for unit in self._units():
             for name, tensor in unit.tensors():
                 if not isinstance(tensor, nn.Parameter):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from megazero.mpu.parameter import Parameter
+from megazero.own.tensor_parallel.words import TensorParallelPlan
 
 BATCH = "batch"
 """The name of the parameter that gets the micro-batch."""
@@ -32,11 +33,21 @@ class Units:
     unused       whether a step may bring no gradient to a trained parameter
     names        from the number of a parameter (`id`) to its name, which is that in the first unit that has it
     value_units  by the name of a parameter, the first unit that has it and can make its value
+    tp_plan      how modules are cut among tp ranks, beside what modules say of themselves
+    is_proven    whether the first step computes each unit that is cut as a whole, too, and compares
     is_taken     whether an engine has it
     """
 
-    def __init__(self, units: Iterable[Unit], *, unused: bool) -> None:
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        *,
+        unused: bool,
+        tp_plan: TensorParallelPlan | None = None,
+        is_proven: bool = True,
+    ) -> None:
         self.units, self.unused, self.is_taken = tuple(units), unused, False
+        self.tp_plan, self.is_proven = {**(tp_plan or {})}, is_proven
         self.names, self.value_units, first_units = dict[int, str](), dict[str, Unit](), dict[str, Unit]()
         for unit in self.units:
             for own, parameter in unit.module.named_parameters():
@@ -73,6 +84,11 @@ class Model(Units):
     named_by_unit
             whether a parameter's name is its unit's and its own, "0.weight", as in a ModuleList or ModuleDict
             of the units. If not, it is its own: for units that are parts of one module, under the names there
+    tp_plan from patterns of names to how modules, parameters and numbers of heads are cut among tp ranks
+            (`own.tensor_parallel.words`), beside the attribute `tp_plan` of a module, whose names begin there
+    is_proven
+            whether the first step computes each unit that is cut with whole parameters, too, in float64 where its
+            modules take that, and raises ValueError if anything differs. It needs the memory of a whole unit
 
     Raises TypeError for what is no module, and ValueError for a unit whose `forward` cannot be called so.
     """
@@ -85,6 +101,8 @@ class Model(Units):
         input: str | None = None,
         unused: bool = False,
         named_by_unit: bool = True,
+        tp_plan: TensorParallelPlan | None = None,
+        is_proven: bool = True,
     ) -> None:
         if isinstance(units, Mapping | nn.ModuleDict):
             named = dict(units.items())
@@ -118,11 +136,17 @@ class Model(Units):
             for name, unit in named.items()
         )
         """The units as an engine calls them."""
-        super().__init__(self.called_units, unused=unused)
+        super().__init__(self.called_units, unused=unused, tp_plan=tp_plan, is_proven=is_proven)
 
 
 def from_sequential(
-    module: nn.Sequential, loss: Loss | None = None, *, input: str | None = None, unused: bool = False
+    module: nn.Sequential,
+    loss: Loss | None = None,
+    *,
+    input: str | None = None,
+    unused: bool = False,
+    tp_plan: TensorParallelPlan | None = None,
+    is_proven: bool = True,
 ) -> Model:
     """The model whose units are the children of an `nn.Sequential`, under their names in it. The other arguments are
     those of `Model`.
@@ -130,7 +154,7 @@ def from_sequential(
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"an nn.Sequential is needed, and not a {type(module).__name__}: a list of units makes a Model")
     # named_children() leaves out the second place of a child that has two
-    return Model(dict(module._modules), loss, input=input, unused=unused)
+    return Model(dict(module._modules), loss, input=input, unused=unused, tp_plan=tp_plan, is_proven=is_proven)
 
 
 class Unit(nn.Module):

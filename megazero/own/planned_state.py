@@ -12,7 +12,14 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates, SharingAxes, axes_of
 from megazero.mpu.parameter import ParameterSpec
 from megazero.own.model import Units
-from megazero.own.rank_units import chunks_of_units, held_parameters, inventory_of, sharing_stages, tied_names
+from megazero.own.rank_units import (
+    chunks_of_units,
+    held_parameters,
+    inventory_of,
+    plan_of,
+    sharing_stages,
+    tied_names,
+)
 from megazero.own.saved import ParameterShape
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.rank_state import RankState, StageLayers, has_nccl
@@ -29,7 +36,11 @@ class OwnRankState(RankState):
     units: Sequence[Sequence[Sequence[ParameterShape]]] = field(kw_only=True)
 
     def specs(self, *, trained: bool) -> list[list[list[ParameterSpec]]]:
-        return [[[e.spec for e in unit if e.is_trained == trained] for unit in chunk] for chunk in self.units]
+        rank, size = self.at.tp, self.axes.tp
+        return [
+            [[each.spec(rank, size) for each in unit if each.is_trained == trained] for unit in chunk]
+            for chunk in self.units
+        ]
 
     @property
     def layers(self) -> StageLayers:
@@ -58,7 +69,7 @@ class OwnChunks:
         """Those of a model that no engine has yet. The modules stay as they are."""
         chunks = chunks_of_units(model, run)
         tied = tied_names(model, run, chunks)
-        inventory = inventory_of(model, tied, held_parameters(model, run, chunks, tied))
+        inventory = inventory_of(model, tied, held_parameters(model, run, chunks, tied), plan_of(model, run))
         return cls(tuple(unit.name for unit in model.units), chunks, inventory)
 
     def of_stage(self, run: Run, stage: int) -> list[range]:

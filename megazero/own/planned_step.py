@@ -75,11 +75,15 @@ class OwnPlannedModel:
     def _chunk(self, run: Run, model_chunk: int) -> OwnChunk:
         numbers = self.chunks.chunks[model_chunk]
         measured, width = self._measured(run), compute_dtype(run.optimizer.precision).itemsize
-        trained = (
-            {each.name: each.spec.local_numel * width for each in self.chunks.inventory[n] if each.is_trained}
-            for n in numbers
-        )
-        return OwnChunk([measured.units[number] for number in numbers], list(trained), measured.handed)
+        trained = [
+            {
+                each.name: each.spec(0, run.parallel.tp).local_numel * width
+                for each in self.chunks.inventory[number]
+                if each.is_trained
+            }
+            for number in numbers
+        ]
+        return OwnChunk([measured.units[number] for number in numbers], trained, measured.handed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,6 +22,9 @@ from megazero.own.saved import ParameterShape
 from megazero.own.settings import chunk_units
 from megazero.own.stage import OwnStage
 from megazero.own.taken_tensors import BroughtParameter, forget_values, take_buffers, take_parameters
+from megazero.own.tensor_parallel.modules import TensorParallelModules, undividable
+from megazero.own.tensor_parallel.plan import PLAN, ResolvedPlan, resolve
+from megazero.own.unit_proof import UnitProof
 from megazero.own.values import InitialValues
 from megazero.pipeline.build import vertical_order
 from megazero.pipeline.stage_specs import chunks_of
@@ -36,6 +39,7 @@ class PlacedModel:
     inventory  the parameters of each unit
     stages     this rank's chunks
     values     with which this rank's units begin
+    cuts       this rank's modules that a tensor-parallel plan cuts
     """
 
     units: tuple[Unit, ...]
@@ -43,6 +47,7 @@ class PlacedModel:
     inventory: list[list[ParameterShape]]
     stages: list[OwnStage]
     values: InitialValues
+    cuts: TensorParallelModules
 
 
 def require_free(model: Units) -> None:
@@ -58,18 +63,20 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
     """
     if problems := [*_untrainable(model), *_overlapping(model)]:
         raise ConfigError(problems)
-    model.is_taken = True
     chunks = chunks_of_units(model, run)
+    plan = plan_of(model, run)
+    model.is_taken = True
     tied = tied_names(model, run, chunks)
     hold_together(model, held_parameters(model, run, chunks, tied))
-    inventory = inventory_of(model, tied, {})
+    inventory = inventory_of(model, tied, {}, plan)
     own = [chunks[number] for number in chunks_of(run).of(grid.at.pp)]
     here = sorted({number for units in own for number in units})
     values, made, dtype = InitialValues(), dict[str, Parameter](), compute_dtype(run.optimizer.precision)
     for number in here:
         values.add(model.units[number], model)
     kind = BroughtParameter if brings_parameters(run.parallel, run.offload) else Parameter
-    specs = {each.name: each.spec for number in here for each in inventory[number]}
+    cuts = TensorParallelModules(grid.tp, plan, [model.units[number] for number in here])
+    specs = {each.name: each.spec(grid.tp.index, grid.tp.size) for number in here for each in inventory[number]}
     for number in here:
         values.fill_buffers(model.units[number])
         take_buffers(model.units[number], dtype, grid.device)
@@ -81,8 +88,37 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
             forget_values(unit, model.names)
     shared = len(chunks) > 1 or vertical_order(run) is not None
     keeps = shared and _share_buffers(model)
-    stages = [_stage([model.units[number] for number in units], units, model, run, grid, keeps=keeps) for units in own]
-    return PlacedModel(model.units, chunks, inventory, stages, values)
+    proof = UnitProof(cuts, {each.name: each for number in here for each in inventory[number]})
+    proves = proof if model.is_proven and cuts.is_cut else None
+    stages = [
+        _stage([model.units[number] for number in units], units, model, run, grid, keeps=keeps, proof=proves)
+        for units in own
+    ]
+    return PlacedModel(model.units, chunks, inventory, stages, values, cuts)
+
+
+def plan_of(model: Units, run: Run) -> ResolvedPlan:
+    """What the plans of a model and of its modules say together of tensor parallelism.
+
+    Raises ConfigError with everything that is wrong with the plans, where tp ranks have them.
+    """
+    modules, tp = [(unit.prefix, unit.module) for unit in model.units], run.parallel.tp
+    plan = resolve(modules, model.tp_plan, model.names)
+    if tp > 1:
+        shapes = {model.names[id(each)]: tuple(each.shape) for unit in model.units for each in unit.parameters()}
+        problems = [*plan.problems, *undividable(plan, shapes, tp)]
+        if plan.is_empty and not problems:
+            problems.append(
+                f"tp is {tp}, and no plan says what of the model's modules is cut among {tp} ranks: tp_plan of the "
+                "model, or of its modules, does"
+            )
+        if problems:
+            raise ConfigError(problems)
+    else:  # parts that do not fit mean nothing here
+        shapes = {model.names[id(each)]: tuple(each.shape) for unit in model.units for each in unit.parameters()}
+        fit = {name: split for name, split in plan.splits.items() if split.problem(shapes[name], 1) is None}
+        plan = replace(plan, splits=fit)
+    return plan
 
 
 def _share_buffers(model: Units) -> bool:
@@ -92,7 +128,14 @@ def _share_buffers(model: Units) -> bool:
 
 
 def _stage(
-    units: Sequence[Unit], numbers: range, model: Units, run: Run, grid: ProcessGrid, *, keeps: bool
+    units: Sequence[Unit],
+    numbers: range,
+    model: Units,
+    run: Run,
+    grid: ProcessGrid,
+    *,
+    keeps: bool,
+    proof: UnitProof | None,
 ) -> OwnStage:
     """keeps: whether units have buffers together that they would not change in the order of the model."""
     again = run.parallel.recompute_granularity == "full"
@@ -102,6 +145,7 @@ def _stage(
         computes_again=again,
         keeps_buffers=keeps or again or grid.replicas.size > 1 or whole_steps(run.offload),
         device=grid.device,
+        proof=proof,
     )
 
 
@@ -187,16 +231,24 @@ def hold_together(model: Units, held: Mapping[int, Iterable[nn.Parameter]]) -> N
 
 
 def inventory_of(
-    model: Units, tied: Set[str], held: Mapping[int, Sequence[nn.Parameter]]
+    model: Units, tied: Set[str], held: Mapping[int, Sequence[nn.Parameter]], plan: ResolvedPlan
 ) -> list[list[ParameterShape]]:
     """The parameters of each unit. tied: names of those that several stages have. held: what units will hold of others,
-    by number.
+    by number. plan: how they are cut among tp ranks.
     """
     whole = {model.names[id(each)] for unit in model.units if unit.keeps_whole for each in unit.parameters()}
 
     def shape_of(parameter: nn.Parameter) -> ParameterShape:
         name = model.names[id(parameter)]
-        return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, name in tied, name in whole)
+        return ParameterShape(
+            name,
+            tuple(parameter.shape),
+            parameter.requires_grad,
+            is_tied=name in tied,
+            keep_whole=name in whole,
+            split=plan.splits.get(name),
+            is_partial=name in plan.partial,
+        )
 
     return [
         [shape_of(parameter) for parameter in (*unit.parameters(), *held.get(number, ()))]
@@ -211,8 +263,9 @@ def structure_digest(model: Units) -> int:
         for name, tensor in unit.tensors():
             words = f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
             digest = zlib.crc32(words.encode(), digest)
-        digest = zlib.crc32(f"{unit.name} {type(unit.module).__name__}".encode(), digest)
-    return digest
+        plans = [getattr(module, PLAN, None) for module in unit.module.modules()]
+        digest = zlib.crc32(f"{unit.name} {type(unit.module).__name__} {plans}".encode(), digest)
+    return zlib.crc32(f"{model.tp_plan} {model.is_proven}".encode(), digest)
 
 
 def values_digest(model: Units, *, trained: bool = True) -> int:

@@ -74,17 +74,18 @@ def require_alike(digests: Mapping[str, int], grid: ProcessGrid) -> None:
 
 def require_same_batches(batches: Sequence[OwnBatch], grid: ProcessGrid, lr: float, *, contents: bool) -> None:
     """Raise ConfigError on all ranks if some have other numbers of micro-batches or another learning rate, or stages of
-    a pipeline other shapes. Otherwise ranks would wait for each other, take messages of other lengths, or have other
-    weights.
+    a pipeline or tp ranks other shapes. Otherwise ranks would wait for each other, take messages of other lengths, or
+    have other weights.
 
-    contents: whether stages compare also what is in the micro-batches, which are all read for that.
+    contents: whether these compare also what is in the micro-batches, which are all read for that.
 
     A collective of all ranks, for which the host waits: without it no rank knows what another one has been given.
     """
     digest = zlib.crc32(repr(shapes_of(batches[0].tensors)).encode())
-    inside = _contents_digest(batches) if contents and grid.pp.size > 1 else 0
+    inside = _contents_digest(batches) if contents and grid.pp.size * grid.tp.size > 1 else 0
     of_stages = torch.tensor([digest, -digest, inside, -inside], dtype=torch.float64, device=grid.device)
-    collectives.all_reduce(of_stages, grid.pp, "max").wait()
+    for group in (grid.pp, grid.tp):  # behind both each rank has what all ranks of its part of a batch have
+        collectives.all_reduce(of_stages, group, "max").wait()
     same = of_stages.new_tensor([len(batches), -len(batches), lr, -lr])
     both = torch.cat([same, of_stages.view(2, 2).sum(1)])
     collectives.all_reduce(both, grid.world, "max").wait()
@@ -93,13 +94,14 @@ def require_same_batches(batches: Sequence[OwnBatch], grid: ProcessGrid, lr: flo
         raise ConfigError([f"the ranks take other numbers of micro-batches in a step: from {-least:.0f} to {most:.0f}"])
     if most_lr != -least_lr:
         raise ConfigError([f"the ranks have other learning rates in a step: from {-least_lr:g} to {most_lr:g}"])
+    who = "the stages of a pipeline" if grid.tp.size == 1 else "tp ranks, or the stages of a pipeline,"
     if apart:
-        raise ConfigError(["the stages of a pipeline take micro-batches of other names, shapes or dtypes"])
+        raise ConfigError([f"{who} take micro-batches of other names, shapes or dtypes"])
     if inside_apart:
         raise ConfigError(
             [
-                "the stages of a pipeline take other micro-batches: those of a part have the micro-batches of that "
-                "part, by engine.data_rank, and not by the number of the rank"
+                f"{who} take other micro-batches: those of a part have the micro-batches of that part, by "
+                "engine.data_rank, and not by the number of the rank"
             ]
         )
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,6 +22,7 @@ from megazero.config.schema import CheckpointConfig, OptimizerConfig, Run
 from megazero.mpu.grid import ProcessGrid, background_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.own.settings import SECTIONS
+from megazero.own.tensor_parallel.words import ParameterSplit
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
@@ -38,6 +38,8 @@ class ParameterShape:
 
     is_tied     whether several stages have it
     keep_whole  whether it stays whole on every rank with ZeRO-3
+    split       how it is cut among tp ranks; None: each has all of it
+    is_partial  whether each tp rank's gradient of the whole is a part of a sum
     """
 
     name: str
@@ -45,11 +47,20 @@ class ParameterShape:
     is_trained: bool
     is_tied: bool = False
     keep_whole: bool = False
+    split: ParameterSplit | None = None
+    is_partial: bool = False
 
-    @property
-    def spec(self) -> ParameterSpec:
+    def spec(self, rank: int, size: int) -> ParameterSpec:
+        """That of tp rank `rank` of `size`."""
         group = StateGroup.TIED if self.is_tied else StateGroup.REPLICAS
-        return shard(self.name, self.shape, ParameterKind.MATRIX, state_group=group, keep_whole=self.keep_whole)
+        rest: dict[str, Any] = {
+            "state_group": group,
+            "keep_whole": self.keep_whole,
+            "tp_partial": self.is_partial and size > 1,
+        }
+        if self.split is None:
+            return shard(self.name, self.shape, ParameterKind.MATRIX, **rest)
+        return self.split.spec(self.name, self.shape, rank, size, **rest)
 
 
 class OwnSaving:
@@ -129,26 +140,24 @@ class OwnCheckpoints:
         axes, chunks = self.grid.axes, chunks_of(self.run)
         packing = packing_on(self.grid, self.run.parallel, self.run.offload)
 
-        def specs(stage: int) -> list[list[list[ParameterSpec]]]:
-            return [
-                [[each.spec for each in self.inventory[number] if each.is_trained] for number in self.chunks[chunk]]
-                for chunk in chunks.of(stage)
-            ]
+        def specs_of(unit: int, tp_rank: int) -> list[ParameterSpec]:
+            return [each.spec(tp_rank, axes.tp) for each in self.inventory[unit] if each.is_trained]
 
         def held_by(rank: int) -> list[Any]:
             at = axes.coordinates(rank)
-            return [fragment for _, fragment in owned_fragments(specs(at.pp), axes, at, packing)]
+            specs = [[specs_of(unit, at.tp) for unit in self.chunks[chunk]] for chunk in chunks.of(at.pp)]
+            return [fragment for _, fragment in owned_fragments(specs, axes, at, packing)]
 
         return lambda: [held_by(rank) for rank in range(axes.world_size)]
 
 
-def require_names(read: Mapping[str, Tensor], held: Mapping[str, torch.Size]) -> None:
+def require_names(read: Mapping[str, Tensor], held: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if what is not trained has other names or shapes than a checkpoint's."""
     if wrong := sorted(read.keys() ^ held.keys()):
         where = "the model does not have" if wrong[0] in read else "it does not have"
         raise ValueError(f"the checkpoint is of another model: {where} {', '.join(wrong)}")
     for name, tensor in read.items():
-        if tensor.shape != held[name]:
+        if tuple(tensor.shape) != held[name]:
             raise ValueError(f"the checkpoint's {name} is {list(tensor.shape)}, and the model's {list(held[name])}")
 
 

@@ -34,7 +34,7 @@ USED = frozenset(
     """.split()
 )
 """Fields of a run that a model of modules reads. All others would be without effect, and are refused."""
-OF_UNITS = frozenset({"offload_activations"})
+OF_UNITS = frozenset({"offload_activations", "tp"})
 """Those that a list of units reads besides, and a module that a program calls does not."""
 OF_MEASURED = frozenset({"device_memory_budget", "host_memory_budget", "placement", "placement_rates"})
 """Those that are about the measured bytes of units."""
@@ -127,6 +127,11 @@ def run_of(
         problems.append(
             f"run has {' and '.join(budgets)}: what the units of a model keep of a micro-batch is not known without "
             "example=, the micro-batches of a step"
+        )
+    if (tp := source.settings.get("tp", 1)) != 1 and (budgets := sorted(source.settings.keys() & OF_MEASURED)):
+        problems.append(
+            f"run has tp {tp} and {' and '.join(budgets)}: units are measured as a whole, and tp ranks keep parts of "
+            "what a unit keeps"
         )
     if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")

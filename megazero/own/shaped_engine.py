@@ -85,10 +85,19 @@ class ShapedEngine:
                 "gradients have come to parameters of the units in a backward that is not the engine's, and are among "
                 "those of its steps: call such a backward on a copy of the modules"
             )
+        self._prove(is_on=True)
         with self._to_its_end():
             loss = engine.train(micro_batches, loss_factor, end, owed=owed, early=early)
+        self._prove(is_on=False)
         self._taken_in_steps = self._taken()
         return loss
+
+    def _prove(self, *, is_on: bool) -> None:
+        """Whether units that are cut among tp ranks are compared with whole ones: not in a pass whose numbers are made
+        up.
+        """
+        for stage in self._stages:
+            stage.proves = is_on
 
     def settle(self, end: StepEnd) -> None:
         """See `PipelineEngine.settle`."""
@@ -102,8 +111,11 @@ class ShapedEngine:
             with self._without_trace():
                 engine.warm_up_evaluation(micro_batches)
         self._forget_counts()
+        self._prove(is_on=True)
         with self._to_its_end():
-            return engine.evaluate(micro_batches)
+            loss = engine.evaluate(micro_batches)
+        self._prove(is_on=False)
+        return loss
 
     def _of(self, micro_batches: Sequence[OwnBatch]) -> PipelineEngine:
         shapes = shapes_of(micro_batches[0].tensors)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
+from megazero.mpu.parameter import Parameter, spec_of
 from megazero.own.model import BatchTensors, OwnUnit, Unit
 from megazero.own.taken_tensors import META, buffer_dtype
 from megazero.system.generators import seed_torch, torch_generators_kept
@@ -36,6 +37,13 @@ class OwnBatch:
     loss_factor: Tensor | None = None
 
 
+class CutUnitProof(Protocol):
+    """Compares a unit that is cut with the whole one, once."""
+
+    def __call__(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, *, is_last: bool) -> None:
+        """hidden: what the unit takes. is_last: whether it returns the losses."""
+
+
 class OwnStage(nn.Module):
     """The units of one chunk.
 
@@ -45,6 +53,8 @@ class OwnStage(nn.Module):
     keeps_buffers   whether a unit may change no buffer: other ranks have the same one, a unit is computed twice, or a
                     step that becomes whole on disks would not have it
     counted         0-dim float64: what the last unit has counted since somebody set it to 0
+    proof           compares units that are cut among tp ranks with whole ones; None: nobody does
+    proves          whether the next forward with gradients does so with each unit that it computes
     """
 
     def __init__(
@@ -55,8 +65,10 @@ class OwnStage(nn.Module):
         computes_again: bool,
         keeps_buffers: bool,
         device: torch.device,
+        proof: CutUnitProof | None = None,
     ) -> None:
         super().__init__()
+        self.proof, self.proves = proof, False
         self.chunk = nn.ModuleList(units)
         self.has_loss, self.computes_again, self.keeps_buffers = has_loss, computes_again, keeps_buffers
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
@@ -75,6 +87,8 @@ class OwnStage(nn.Module):
             unit = self.chunk[number]
             assert isinstance(unit, OwnUnit)
             is_last = self.has_loss and number == len(self.chunk) - 1
+            if self.proves and self.proof is not None:
+                self.proof(unit, hidden, batch.tensors, is_last=is_last)
             again = self.computes_again and torch.is_grad_enabled() and not is_last
             versions = versions_of(self._kept(unit, hidden if again else None, batch.tensors))
             with named(unit):
@@ -193,12 +207,17 @@ def _words(value: object) -> str:
 
 
 def boundaries(
-    units: Sequence[OwnUnit], chunks: Sequence[range], batch: Mapping[str, Tensor], dtype: torch.dtype
+    units: Sequence[OwnUnit],
+    chunks: Sequence[range],
+    batch: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[MessageSpec, ...]:
     """The messages between model chunks of a step, found on torch's meta device, where nothing is computed.
 
-    batch  one whose tensors have the shapes of all micro-batches
-    dtype  of parameters and buffers of floats
+    batch   one whose tensors have the shapes of all micro-batches
+    dtype   of parameters and buffers of floats
+    shapes  of the model's parameters by name, which may be more than what a tp rank has of them
 
     Raises ValueError with the name of a unit that cannot run there.
     """
@@ -206,19 +225,27 @@ def boundaries(
     hidden: Bundle | None = None
     seen = {name: tensor.to(META) for name, tensor in batch.items()}
     for number, unit in enumerate(units[: chunks[-1].start]):
-        hidden = _outlined(unit, hidden, seen, dtype)
+        hidden = _outlined(unit, hidden, seen, dtype, shapes)
         if number + 1 in ends:
             messages.append(MessageSpec.of(hidden))
     return tuple(messages)
 
 
-def _outlined(unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
+def _outlined(
+    unit: OwnUnit,
+    hidden: Bundle | None,
+    batch: BatchTensors,
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Bundle:
     """What a unit returns, on the meta device. A module with a method `outline` says it by that method."""
     if (outline := getattr(unit.module, "outline", None)) is not None:
         return as_bundle(unit, outline(hidden, batch, dtype))
     try:
         with torch.enable_grad():  # an evaluation's messages are those of a step, which come from here, too
-            return as_bundle(unit, functional_call(unit, _on_meta(unit, dtype), (hidden, batch), tie_weights=False))
+            return as_bundle(
+                unit, functional_call(unit, _on_meta(unit, dtype, shapes), (hidden, batch), tie_weights=False)
+            )
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"unit {unit.name!r} cannot run on torch's meta device, which says what it sends to the next stage: "
@@ -227,13 +254,14 @@ def _outlined(unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, dtype: 
         ) from error
 
 
-def _on_meta(unit: OwnUnit, dtype: torch.dtype) -> dict[str, Tensor]:
+def _on_meta(unit: OwnUnit, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Parameters and buffers of a unit by place, without values."""
 
     def alike(name: str, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         wanted = dtype if is_parameter else buffer_dtype(tensor, dtype)
-        return torch.empty(tensor.shape, dtype=wanted, device=META, requires_grad=tensor.requires_grad)
+        shape = shapes[spec_of(tensor).name] if isinstance(tensor, Parameter) else tensor.shape
+        return torch.empty(shape, dtype=wanted, device=META, requires_grad=tensor.requires_grad)
 
     return by_places(unit, alike)
 

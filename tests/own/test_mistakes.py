@@ -234,7 +234,7 @@ def test_an_engine_has_a_model_alone() -> None:
 RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "a field of GPT": ({"hidden_size": 64}, "run has hidden_size: a model of modules reads none of these"),
     "lr": ({"lr": 0.1}, "run has lr: a model of modules reads none of these; lr is an argument of the engine"),
-    "tensor parallelism": ({"tp": 2}, "run has tp: a model of modules reads none"),
+    "sequence parallelism": ({"sequence_parallel": True}, "run has sequence_parallel: a model of modules reads none"),
     "too many stages": ({"pp": 9}, "pp 9 x virtual_stages 1 are 9 model chunks, of 5 units"),
     "a partition of others": ({"partition": [2, 2]}, r"partition is \[2, 2\]: 1 numbers from 1 on are needed"),
     "selective": ({"recompute_granularity": "selective"}, "recompute_granularity is 'selective': of a module nobody"),

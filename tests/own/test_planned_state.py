@@ -16,6 +16,7 @@ from megazero.own.planned_state import OwnChunks, own_axes
 from megazero.own.settings import run_of
 from megazero.program.shape import RankShape
 from tests.own.models import CASES, Begin, Case, Layer, of_mlp, squared
+from tests.own.parallel_models import CASES as CUT
 from tests.own.test_drawn_layouts import Drawn, cases
 from tests.own.training import RULE, model_of
 from tests.ranks import run_ranks
@@ -27,13 +28,15 @@ def two_shared() -> list[nn.Module]:
     return [Begin(), first, second, first, second, nn.Linear(12, 1)]
 
 
-MODELS = {**CASES, "two shared": Case(two_shared, squared, of_mlp)}
+MODELS = {**CASES, **CUT, "two shared": Case(two_shared, squared, of_mlp)}
 FIXED = {
     "two shared modules": Drawn("two shared", 3, {"pp": 3, "zero_stage": 1, "bucket_size": 100}),
     "tied ends on three stages": Drawn("tied ends", 3, {"pp": 3, "zero_stage": 1}),
     "tied ends in pairs": Drawn("tied ends", 4, {"pp": 2, "zero_stage": 2, "zero_shard_size": 2}),
     "a module twice": Drawn("mlp", 2, {"pp": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved"}),
     "frozen units": Drawn("frozen first", 2, {"zero_stage": 3, "offload_params": "cpu:0.5"}),
+    "tp": Drawn("tied", 4, {"tp": 2, "pp": 2, "zero_stage": 1, "bucket_size": 700}),
+    "tp, sharded": Drawn("partly frozen", 4, {"tp": 2, "zero_stage": 3, "offload_optimizer": "cpu"}),
     "halves": Drawn("vision", 2, {"zero_stage": 2, "precision": "bf16", "offload_optimizer": "nvme:0.6"}),
 }
 
@@ -56,7 +59,7 @@ def both(rank: int, case: Drawn) -> BothStates:
         run = run_of(fields, "adamw", model, case.ranks)
         axes = own_axes(model, run, case.ranks)
         at = axes.coordinates(rank)
-        state = OwnChunks.of(model, run).state(run, axes, Coordinates(at.pp, at.dp, 0, 0))
+        state = OwnChunks.of(model, run).state(run, axes, Coordinates(at.pp, at.dp, 0, at.tp))
         planned = state.bytes
         with megazero.engine(model, run=fields) as engine:
             made = engine.state.bytes()

@@ -54,7 +54,7 @@ class OwnTrainer(Trainer):
 
     def count(self, batches: list[OwnBatch]) -> Tensor | float:
         """What the losses of this rank are a sum over: known once they are computed."""
-        return self.model.steps_engine.counted
+        return self.model.counted
 
     def warm_up(self, batches: Sequence[OwnBatch], loss_factor: Tensor) -> float:
         self.model.steps_engine.warm_up(batches, loss_factor)
@@ -221,7 +221,8 @@ def _introduction(model: Engine, train: OwnSource, start: StartPoint) -> list[tu
     numbers = [count(sum(sizes.values())), count(sum(sizes[name] for name in trained))]
     length, schedule = StepPlan(run.schedule).total_iterations, run.schedule
     cut = "" if run.parallel.partition is None else f" of {'-'.join(map(str, run.parallel.partition))} units"
-    layout = f"dp {axes.dp} x pp {axes.pp}{cut}, ZeRO-{run.parallel.zero_stage}, {run.optimizer.precision}"
+    tp = "" if axes.tp == 1 else f"tp {axes.tp} x "
+    layout = f"dp {axes.dp} x {tp}pp {axes.pp}{cut}, ZeRO-{run.parallel.zero_stage}, {run.optimizer.precision}"
     batch = f"{schedule.global_batch_size} a step in micro-batches of {schedule.micro_batch_size}"
     return [
         ("model", f"{len(model.inventory)} units, {numbers[0]} parameters, of which {numbers[1]} are trained"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megazero.own.model import BatchTensors, Loss, Model
+from megazero.own.tensor_parallel.plan import PLAN
+from megazero.own.tensor_parallel.words import TensorParallelPlan
 from megazero.own.transformers_models.agreement import require_agreement
 from megazero.own.transformers_models.family_rule import fill_buffers
 from megazero.own.transformers_models.label_loss import rule_of
@@ -31,6 +34,8 @@ def from_transformers(
     layers: str | Sequence[str] | None = None,
     example: BatchTensors | None = None,
     unused: bool = False,
+    tp_plan: TensorParallelPlan | None = None,
+    is_proven: bool = True,
 ) -> Model:
     """The units of a model of `transformers`: of tokens, of pictures or sounds, or an encoder with a decoder.
 
@@ -42,7 +47,9 @@ def from_transformers(
              None: the lists as long as its configuration says
     example  a micro-batch whose shapes fit, without labels, for a model of an input whose shape its configuration does
              not say
-    unused   as of `Model`
+    unused   as of `Model`. So is `is_proven`
+    tp_plan  as of `Model`, of the names in this model. None: the plan of `transformers` for its family, which not all
+             have
 
     A micro-batch has the model's main input, such as `input_ids`, [b, s], or `pixel_values`, [b, c, h, w], and what
     else the model's `forward` takes. Without `loss` it has `labels`, [b, s], of which -100 does not count; with it,
@@ -65,7 +72,15 @@ def from_transformers(
         units = _units(model, lists, batch, has_loss=loss is None)
     except Uncuttable as error:
         raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
-    return Model(units, loss, unused=unused, named_by_unit=False)
+    plan = _plan_of(model) if tp_plan is None else tp_plan
+    return Model(units, loss, unused=unused, named_by_unit=False, tp_plan=plan, is_proven=is_proven)
+
+
+def _plan_of(model: nn.Module) -> dict[str, str]:
+    """The plan that `transformers` has for a model: of it what names anything, as it is for all models of a family."""
+    names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
+    plan: Mapping[str, str] = getattr(model, PLAN, None) or {}
+    return {pattern: text for pattern, text in plan.items() if fnmatch.filter(names, pattern)}
 
 
 def _units(
