@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megazero.mpu.parameter import Parameter
 from megazero.own.tensor_parallel.words import TensorParallelPlan
+from megazero.system.generators import host_generators_kept
 
 BATCH = "batch"
 """The name of the parameter that gets the micro-batch."""
@@ -174,6 +176,24 @@ class Unit(nn.Module):
     def hold(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have parameters of other units beside the module's, which uses none of them."""
         self.held = nn.ParameterList(parameters)
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """A context for a computation beside steps: behind it the plain numbers and words that its modules have as
+        attributes are as before, such as a count of calls, and so are the generators of Python, NumPy and torch's of
+        the host.
+        """
+        plain = bool | int | float | str | None
+        kept = [
+            (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
+            for module in self.modules()
+        ]
+        with host_generators_kept():
+            try:
+                yield
+            finally:
+                for module, values in kept:
+                    vars(module).update(values)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of parameters and buffers that a checkpoint has, as `state_dict` of the whole model does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -155,11 +155,15 @@ class ShapedEngine:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """A context behind which buffers are as before: a pass without messages (`pipeline.warm_up`) computes with
+        """A context behind which units are as before: a pass without messages (`pipeline.warm_up`) computes with
         numbers that are made up.
         """
         before = [(buffer, buffer.clone()) for stage in self._stages for buffer in stage.buffers()]
-        yield
+        with ExitStack() as contexts:
+            for unit in (unit for stage in self._stages for unit in stage.units()):
+                assert isinstance(unit, OwnUnit)
+                contexts.enter_context(unit.without_trace())
+            yield
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)

@@ -242,7 +242,8 @@ def _outlined(
     if (outline := getattr(unit.module, "outline", None)) is not None:
         return as_bundle(unit, outline(hidden, batch, dtype))
     try:
-        with torch.enable_grad():  # an evaluation's messages are those of a step, which come from here, too
+        # an evaluation's messages are those of a step, which come from here, too
+        with unit.without_trace(), torch.enable_grad():
             return as_bundle(
                 unit, functional_call(unit, _on_meta(unit, dtype, shapes), (hidden, batch), tie_weights=False)
             )

@@ -87,7 +87,7 @@ def unit_bytes(model: Model, batch: BatchTensors, run: Run, device: torch.device
     with without_collections(), torch.enable_grad():
         for unit in model.called_units:
             measuring = _Measuring(unit, model, taken, run, device)
-            with ComputedStorages(lone_owners()) as storages:
+            with unit.without_trace(), ComputedStorages(lone_owners()) as storages:
                 measuring.measured(handed, storages, [*sizes])
                 measured, handed = measuring.measured(handed, storages, sizes)
             units.append(measured)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from megazero.own.saved import ParameterShape
 from megazero.own.stage import as_bundle, by_places, loss_of, named
 from megazero.own.tensor_parallel.boxes import part_of, whole_of
 from megazero.own.tensor_parallel.modules import TensorParallelModules
-from megazero.system.generators import host_generators_kept, seed_torch, torch_generators_kept
+from megazero.system.generators import seed_torch, torch_generators_kept
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 """By how much of its largest number a tensor may be off, by the dtype of the computation. Modules may compute in less
@@ -99,7 +98,7 @@ class UnitProof:
         with named(unit):
             whole, values, dtype = self._as_a_whole(unit, given)
             try:
-                with _python_kept(unit):
+                with unit.without_trace():
                     part = self._computed(unit, self._parts(unit, values), given, dtype)
             except Exception as error:
                 raise ValueError(f"it computes as a whole, and not with parts of what tp_plan cuts: {error}") from error
@@ -124,7 +123,7 @@ class UnitProof:
         for dtype, change in product(dict.fromkeys((torch.float64, of_step)), CHANGES):
             values = {id(each): self._value(each, dtype, change) for each in (*unit.parameters(), *unit.buffers())}
             try:
-                with _python_kept(unit), self.cuts.whole():
+                with unit.without_trace(), self.cuts.whole():
                     computed = self._computed(unit, _placed(unit, values), given, dtype)
             except Exception:
                 if dtype == of_step:
@@ -249,21 +248,6 @@ class UnitProof:
                     f"unit {unit.name!r} computes something else in {self.cuts.group.size} parts, as tp_plan cuts it, "
                     f"than as a whole: {each.words} is off by {worst:.2g} of its largest number. {hint}"
                 )
-
-
-@contextmanager
-def _python_kept(unit: OwnUnit) -> Iterator[None]:
-    """A context behind which plain numbers and words of modules, and what Python and numpy draw, are as before."""
-    kept = [
-        (module, {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)})
-        for module in unit.modules()
-    ]
-    with host_generators_kept():
-        try:
-            yield
-        finally:
-            for module, values in kept:
-                vars(module).update(values)
 
 
 def _placed(unit: OwnUnit, values: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,8 @@ def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.devi
         for unit in model.called_units:
             is_last = unit is model.called_units[-1]
             tensors = unit_tensors(unit, model, compute_dtype(run.optimizer.precision), device)
-            passes = [_passed(unit, tensors, hidden, taken, device, is_last=is_last) for _ in range(REPEATS)]
+            with unit.without_trace():
+                passes = [_passed(unit, tensors, hidden, taken, device, is_last=is_last) for _ in range(REPEATS)]
             forward, backward = min(each.forward for each in passes), min(each.backward for each in passes)
             seconds.append(forward * (2 if recomputes and not is_last else 1) + backward)
             hidden = passes[-1].made

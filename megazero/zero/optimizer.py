@@ -259,7 +259,7 @@ class ShardedOptimizer:
     def _configured(self, updated: Sequence[UpdateRange], now: UpdateValues) -> None:
         """Adam, AdamW or SGD, as the configuration says."""
         changed = {name: value for name, value in now.options.items() if name != "lr"}
-        cfg, ranges = replace(self.cfg, **changed), [own.step for own in updated]
+        cfg, ranges = replace(self.cfg, **changed) if changed else self.cfg, [own.step for own in updated]
         if cfg.optimizer == "sgd":
             for own in ranges:
                 sgd_step(

@@ -101,9 +101,11 @@ def drying_later() -> list[nn.Module]:
     return around(block)
 
 
-def trained(rank: int, name: str) -> Trained:
+def trained(rank: int, name: str, run: dict[str, Any], is_measured: bool) -> Trained:
     random.seed(3)
-    return trained_with(RIGHT[name], {**RULE, "tp": 2})
+    case = RIGHT[name]
+    first = [case.micro_batch(0, number) for number in range(case.micro_batches)] if is_measured else None
+    return trained_with(case, {**RULE, **run}, timed=None if first is None else first[0], example=first)
 
 
 RIGHT: Mapping[str, Case] = {
@@ -121,7 +123,17 @@ RIGHT: Mapping[str, Case] = {
 def test_a_comparison_leaves_no_trace(name: str) -> None:
     random.seed(3)
     expected = plainly_trained(RIGHT[name])
-    for rank, made in enumerate(run_ranks(2, trained, name)):
+    for rank, made in enumerate(run_ranks(2, trained, name, {"tp": 2}, False)):
+        require_equal(made, expected, f"{name}, rank {rank}")
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+@pytest.mark.parametrize("name", ["a counter", "draws of Python"])
+def test_a_look_at_units_leaves_no_trace(name: str, is_measured: bool) -> None:
+    """Neither that of stages, which find out what they send each other, nor a measurement of time and memory."""
+    random.seed(3)
+    expected = plainly_trained(RIGHT[name])
+    for rank, made in enumerate(run_ranks(2, trained, name, {"pp": 2}, is_measured)):
         require_equal(made, expected, f"{name}, rank {rank}")
 
 

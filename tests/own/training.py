@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,6 +61,7 @@ def trained_with(
     save: str | None = None,
     evaluates_each: bool = False,
     timed: Batch | None = None,
+    example: Sequence[Batch] | None = None,
 ) -> Trained:
     """What this rank's engine makes of a case.
 
@@ -70,13 +71,14 @@ def trained_with(
     load, save      folders with checkpoints, in front of these steps and behind them
     evaluates_each  whether there is an evaluation behind each step, of which the steps have no trace, and not behind
                     the last one alone
-    timed           as of an engine
+    timed, example  as of an engine
     """
     steps = range(case.steps) if steps is None else steps
     made, evaluated = list[megazero.StepResult](), torch.tensor(0.0)
     with TemporaryDirectory() as folder:
         disks = {"nvme_path": [folder]} if "nvme" in str(run) else {}
-        with megazero.engine(model or model_of(case), optimizer, lr, {**run, **disks}, timed=timed) as engine:
+        fields, measured = {**run, **disks}, {"timed": timed, "example": example}
+        with megazero.engine(model or model_of(case), optimizer, lr, fields, **measured) as engine:
             if load is not None:
                 assert engine.load(load) is not None and engine.steps == steps.start
             for step in steps:
