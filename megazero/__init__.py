@@ -12,7 +12,7 @@ from typing import Any
 _PLACES = {
     "ConfigError": "megazero.config.source",
     "Engine": "megazero.own.engine",
-    "Model": "megazero.own.model",
+    "Model": "megazero.own.units.model",
     "Result": "megazero.train.api",
     "Rows": "megazero.data.own",
     "Run": "megazero.config.schema",
@@ -21,7 +21,7 @@ _PLACES = {
     "Training": "megazero.train.api",
     "StepResult": "megazero.own.engine",
     "engine": "megazero.own.engine",
-    "from_sequential": "megazero.own.model",
+    "from_sequential": "megazero.own.units.model",
     "from_transformers": "megazero.own.transformers_models.cutting",
     "load": "megazero.convert.loading",
     "pretrain": "megazero.train.api",

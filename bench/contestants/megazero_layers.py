@@ -16,7 +16,7 @@ from megazero.config.parse import parse_run
 from megazero.model.batch import MicroBatch
 from megazero.model.stage import initialise
 from megazero.mpu.grid import single_rank_group
-from megazero.own.model import BatchTensors
+from megazero.own.units.model import BatchTensors
 from megazero.pipeline.build import stages_of
 from megazero.train.init_from import model_source
 

@@ -23,7 +23,7 @@ from megazero.own.called_units import RecordedForward, called_units, recorded_fo
 from megazero.own.engine_state import StepResult
 from megazero.own.hooked_engine import HookedEngine
 from megazero.own.opening import Opening, made_with
-from megazero.own.refusals import require_alike, require_json
+from megazero.own.units.refusals import require_alike, require_json
 from megazero.system.unfinished import replaced_when_whole
 
 LATEST = "latest"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.schema import OptimizerConfig
-from megazero.own.refusals import learning_rate
 from megazero.own.torch_rule import MakeOptimizer
+from megazero.own.units.refusals import learning_rate
 
 NO_OPTIONS = frozenset({"params", "param_names", "initial_lr"})
 """What torch keeps in a group beside the options of an update."""

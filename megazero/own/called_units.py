@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megazero.own.model import Unit, Units
-from megazero.own.taken_tensors import NO_USE, name_of_function
+from megazero.own.units.model import Unit, Units
+from megazero.own.units.taken_tensors import NO_USE, name_of_function
 from megazero.system.generators import torch_generators_kept
 
 META = torch.device("meta")

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from megazero.mpu.bundle import MessageSpec
 from megazero.own.engine_state import EngineState, StepLoop, StepResult
-from megazero.own.model import BatchTensors, Model
 from megazero.own.opening import Opening, made_with, opening_of
 from megazero.own.planned_memory import MeasuredStep
-from megazero.own.refusals import (
+from megazero.own.shaped_engine import ShapedEngine
+from megazero.own.torch_rule import MakeOptimizer
+from megazero.own.unit_times import unit_seconds
+from megazero.own.units.model import BatchTensors, Model
+from megazero.own.units.refusals import (
     GivenBatches,
     learning_rate,
     micro_batches,
     require_same_batches,
 )
-from megazero.own.shaped_engine import ShapedEngine
-from megazero.own.stage import OwnBatch, boundaries
-from megazero.own.taken_tensors import META
-from megazero.own.torch_rule import MakeOptimizer
-from megazero.own.unit_times import unit_seconds
+from megazero.own.units.stage import OwnBatch, boundaries
+from megazero.own.units.taken_tensors import META
 from megazero.pipeline.engine import PipelineEngine
 from megazero.zero.actions import UpdateValues
 from megazero.zero.optimizer import OwedStepEnd

@@ -23,15 +23,16 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.parameter import Parameter, own_box, spec_of
 from megazero.optim.loss_scale import LossScaler
-from megazero.own.model import Unit, Units
 from megazero.own.opening import Opening
 from megazero.own.rank_units import PlacedModel, place_model, require_free, structure_digest, values_digest
-from megazero.own.refusals import TrainedParameters, require_alike, require_json
-from megazero.own.saved import OwnCheckpoints, ParameterShape, kept_in, require_names, require_same_optimizer
+from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
 from megazero.own.settings import settings_digest
-from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.tensor_parallel.boxes import whole_of
-from megazero.own.values import InitialValues
+from megazero.own.units.model import Unit, Units
+from megazero.own.units.parameter_shape import ParameterShape
+from megazero.own.units.refusals import TrainedParameters, require_alike, require_json
+from megazero.own.units.taken_tensors import buffer_dtype
+from megazero.own.units.values import InitialValues
 from megazero.pipeline.build import host_activations, step_lists
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.system import device as devices

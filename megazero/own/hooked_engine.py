@@ -20,9 +20,9 @@ from megazero.own.called_units import OutsideUnit, reconnect, tensors_in
 from megazero.own.engine_state import EngineState, StepResult
 from megazero.own.gathered import gathered
 from megazero.own.hooked_run import HookedRun, OtherOrder
-from megazero.own.model import Units
 from megazero.own.opening import Opening
-from megazero.own.stage import buffers_by_words, parameters_by_words, require_same_versions, versions_of
+from megazero.own.units.model import Units
+from megazero.own.units.stage import buffers_by_words, parameters_by_words, require_same_versions, versions_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.program.instruction import Op
 from megazero.zero.actions import UpdateValues

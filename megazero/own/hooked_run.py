@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megazero.own.stage import OwnBatch
+from megazero.own.units.stage import OwnBatch
 from megazero.pipeline.actions import StepEnd
 from megazero.pipeline.schedule_run import ScheduleRun, StageParts
 from megazero.program.instruction import Instruction, Kind, Op

@@ -15,13 +15,13 @@ from megazero.config.schema import Run
 from megazero.launch import world_of
 from megazero.mpu.axes import SharingAxes
 from megazero.mpu.grid import ProcessGrid
-from megazero.own.model import Units
 from megazero.own.planned_memory import MeasuredStep, PlannedMemory, StepMemory
 from megazero.own.planned_state import OwnChunks
 from megazero.own.rank_units import sharing_stages
-from megazero.own.refusals import learning_rate
 from megazero.own.settings import LoopSettings, divided_by, placed_by, run_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
+from megazero.own.units.model import Units
+from megazero.own.units.refusals import learning_rate
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.api import Given
 from megazero.train.embedded import process_groups, rendezvous, result_of_rank_0, result_on_all_ranks

@@ -18,13 +18,13 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.config.tiers import TierShare
 from megazero.mpu.axes import Axes, Coordinates
-from megazero.own.model import BatchTensors, Model
 from megazero.own.planned_placement import chosen_for
 from megazero.own.planned_state import OwnChunks, own_axes
 from megazero.own.planned_step import OwnPlannedModel
 from megazero.own.settings import computed_again, placed_by, run_problems, with_batches
 from megazero.own.unit_bytes import OwnModelBytes, unit_bytes
 from megazero.own.unit_times import unit_seconds
+from megazero.own.units.model import BatchTensors, Model
 from megazero.plan.budget_changes import BudgetSearch, MemoryChange, set_field, smaller_buckets
 from megazero.plan.budgets import budgets_of, excess_problems, fullest, has_budgets, shortened
 from megazero.plan.rank_state import StageBytes

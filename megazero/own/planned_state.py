@@ -11,7 +11,6 @@ from functools import cached_property
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates, SharingAxes, axes_of
 from megazero.mpu.parameter import ParameterSpec
-from megazero.own.model import Units
 from megazero.own.rank_units import (
     chunks_of_units,
     held_parameters,
@@ -20,7 +19,8 @@ from megazero.own.rank_units import (
     sharing_stages,
     tied_names,
 )
-from megazero.own.saved import ParameterShape
+from megazero.own.units.model import Units
+from megazero.own.units.parameter_shape import ParameterShape
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.rank_state import RankState, StageLayers, has_nccl
 from megazero.zero.layout import BucketLayout, group_sizes, pack

@@ -16,16 +16,16 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Parameter
-from megazero.own.model import Unit, Units
-from megazero.own.refusals import tensor_digest
-from megazero.own.saved import ParameterShape
 from megazero.own.settings import chunk_units
-from megazero.own.stage import OwnStage
-from megazero.own.taken_tensors import BroughtParameter, forget_values, take_buffers, take_parameters
 from megazero.own.tensor_parallel.modules import TensorParallelModules, undividable
 from megazero.own.tensor_parallel.plan import PLAN, ResolvedPlan, resolve
-from megazero.own.unit_proof import UnitProof
-from megazero.own.values import InitialValues
+from megazero.own.units.model import Unit, Units
+from megazero.own.units.parameter_shape import ParameterShape
+from megazero.own.units.refusals import tensor_digest
+from megazero.own.units.stage import OwnStage
+from megazero.own.units.taken_tensors import BroughtParameter, forget_values, take_buffers, take_parameters
+from megazero.own.units.unit_proof import UnitProof
+from megazero.own.units.values import InitialValues
 from megazero.pipeline.build import vertical_order
 from megazero.pipeline.stage_specs import chunks_of
 

@@ -20,9 +20,9 @@ from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
 from megazero.config.dump import run_dict
 from megazero.config.schema import CheckpointConfig, OptimizerConfig, Run
 from megazero.mpu.grid import ProcessGrid, background_group
-from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
+from megazero.mpu.parameter import ParameterSpec
 from megazero.own.settings import SECTIONS
-from megazero.own.tensor_parallel.words import ParameterSplit
+from megazero.own.units.parameter_shape import ParameterShape
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
@@ -30,37 +30,6 @@ from megazero.zero.state import packing_on
 
 BESIDE = "untrained.safetensors"
 """The file with frozen parameters and buffers, by name."""
-
-
-@dataclass(frozen=True)
-class ParameterShape:
-    """A parameter of a model, as all ranks know it.
-
-    is_tied     whether several stages have it
-    keep_whole  whether it stays whole on every rank with ZeRO-3
-    split       how it is cut among tp ranks; None: each has all of it
-    is_partial  whether each tp rank's gradient of the whole is a part of a sum
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    is_trained: bool
-    is_tied: bool = False
-    keep_whole: bool = False
-    split: ParameterSplit | None = None
-    is_partial: bool = False
-
-    def spec(self, rank: int, size: int) -> ParameterSpec:
-        """That of tp rank `rank` of `size`."""
-        group = StateGroup.TIED if self.is_tied else StateGroup.REPLICAS
-        rest: dict[str, Any] = {
-            "state_group": group,
-            "keep_whole": self.keep_whole,
-            "tp_partial": self.is_partial and size > 1,
-        }
-        if self.split is None:
-            return shard(self.name, self.shape, ParameterKind.MATRIX, **rest)
-        return self.split.spec(self.name, self.shape, rank, size, **rest)
 
 
 class OwnSaving:

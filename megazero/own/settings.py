@@ -18,7 +18,7 @@ from megazero.config.placement import AUTO, FLAGS, PLACEMENT, applied, with_plac
 from megazero.config.schema import OptimizerConfig, Run
 from megazero.config.source import ConfigError, ConfigSource
 from megazero.config.validate import problems_of
-from megazero.own.model import Units
+from megazero.own.units.model import Units
 from megazero.pipeline.partition import partition
 from megazero.train.api import Given, settings_of
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from megazero.own.model import OwnUnit
-from megazero.own.stage import OwnBatch, OwnStage, shapes_of
+from megazero.own.units.model import OwnUnit
+from megazero.own.units.stage import OwnBatch, OwnStage, shapes_of
 from megazero.pipeline.actions import StepEnd
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.schedule_run import GradientBeside

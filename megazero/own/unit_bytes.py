@@ -1,8 +1,8 @@
 """Bytes that each unit of a model takes for a micro-batch, measured where the unit computes.
 
 torch's meta device would choose other kernels of attention, which keep other tensors. So a unit runs forward and
-backward on the device of the run, one unit at a time in memory, as `own.stage` runs it, and `pipeline.storages` counts
-what it makes. It runs twice: what is made once and then kept (tables of angles) is there from the second time on.
+backward on the device of the run, one unit at a time in memory, as `own.units.stage` runs it, and `pipeline.storages`
+counts what it makes. It runs twice: what is made once and then kept (tables of angles) is there from the second time.
 
 Units hand on tensors that several of them may keep, so these have numbers. A unit's parameters, the micro-batch, and
 the gradient of its output belong to others and are not counted; neither is memory that a kernel takes for itself.
@@ -22,11 +22,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
-from megazero.own.model import BatchTensors, Model, OwnUnit
-from megazero.own.refusals import micro_batches
-from megazero.own.stage import OwnBatch, OwnStage
-from megazero.own.taken_tensors import buffer_dtype
 from megazero.own.unit_times import unit_tensors
+from megazero.own.units.model import BatchTensors, Model, OwnUnit
+from megazero.own.units.refusals import micro_batches
+from megazero.own.units.stage import OwnBatch, OwnStage
+from megazero.own.units.taken_tensors import buffer_dtype
 from megazero.pipeline.schedule_run import GraphEntry
 from megazero.pipeline.storages import ComputedStorages, lone_owners
 from megazero.system.collector import without_collections

@@ -13,11 +13,11 @@ from torch.func import functional_call
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
-from megazero.own.model import BatchTensors, Model, OwnUnit
-from megazero.own.refusals import micro_batches
-from megazero.own.stage import as_bundle, by_places, loss_of, named
-from megazero.own.taken_tensors import buffer_dtype
-from megazero.own.values import InitialValues
+from megazero.own.units.model import BatchTensors, Model, OwnUnit
+from megazero.own.units.refusals import micro_batches
+from megazero.own.units.stage import as_bundle, by_places, loss_of, named
+from megazero.own.units.taken_tensors import buffer_dtype
+from megazero.own.units.values import InitialValues
 from megazero.system import device as devices
 from megazero.system.generators import torch_generators_kept
 

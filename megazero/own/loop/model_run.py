@@ -20,7 +20,7 @@ from megazero.optim.step_plan import StepPlan
 from megazero.own.engine import Engine
 from megazero.own.loop.model_steps import Beginning, ModelLoop, changed
 from megazero.own.loop.samples import OwnSource, SampleContents, SampleLoader
-from megazero.own.stage import OwnBatch
+from megazero.own.units.stage import OwnBatch
 from megazero.report.text_blocks import pairs
 from megazero.telemetry.record import Rates
 from megazero.telemetry.units import count

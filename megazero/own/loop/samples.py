@@ -23,9 +23,9 @@ from torch.utils.data import default_collate
 from megazero.data.indexed import DataError
 from megazero.data.loader import Loader
 from megazero.data.own import marked
-from megazero.own.model import BatchTensors
-from megazero.own.refusals import tensor_digest
-from megazero.own.stage import OwnBatch
+from megazero.own.units.model import BatchTensors
+from megazero.own.units.refusals import tensor_digest
+from megazero.own.units.stage import OwnBatch
 from megazero.system.generators import NoDraws, generator_states, host_generators_kept, seed_generators
 from megazero.system.notes import add_note
 

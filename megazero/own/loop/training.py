@@ -22,13 +22,13 @@ from megazero.own.engine import Engine
 from megazero.own.loop.model_run import OwnBatches, OwnJob, own_job
 from megazero.own.loop.model_steps import Beginning, ModelLoop
 from megazero.own.loop.samples import Collate, OwnSource, SampleContents, SampleSource
-from megazero.own.model import BatchTensors, Model
 from megazero.own.opening import Opening, TimeUnits, opening_of
 from megazero.own.planned_memory import MeasuredStep
-from megazero.own.refusals import require_alike
 from megazero.own.settings import LoopSettings
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.own.unit_times import unit_seconds
+from megazero.own.units.model import BatchTensors, Model
+from megazero.own.units.refusals import require_alike
 from megazero.system.extensions import why_not_called
 from megazero.system.given import kind
 from megazero.telemetry.record import StepRecord

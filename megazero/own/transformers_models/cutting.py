@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megazero.own.model import BatchTensors, Loss, Model
 from megazero.own.tensor_parallel.plan import PLAN
 from megazero.own.tensor_parallel.words import TensorParallelPlan
 from megazero.own.transformers_models.agreement import require_agreement
@@ -25,6 +24,7 @@ from megazero.own.transformers_models.parts import parts_of
 from megazero.own.transformers_models.skeleton import Skeleton
 from megazero.own.transformers_models.stand_ins import Uncuttable
 from megazero.own.transformers_models.trial_batches import trial_batch
+from megazero.own.units.model import BatchTensors, Loss, Model
 
 
 def from_transformers(

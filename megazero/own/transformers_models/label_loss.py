@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.own.model import BatchTensors
 from megazero.own.transformers_models.layer_lists import has_encoder_and_decoder, names_taken
 from megazero.own.transformers_models.nested import alike
 from megazero.own.transformers_models.stand_ins import CannotRun, Uncuttable, first_line
 from megazero.own.transformers_models.trial_batches import ANSWERS, LABELS, trial_labels
+from megazero.own.units.model import BatchTensors
 
 IGNORED = -100
 """A label that does not count."""

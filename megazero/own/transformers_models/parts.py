@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megazero.mpu.bundle import Bundle
-from megazero.own.model import BatchTensors
 from megazero.own.transformers_models.flow import returned
 from megazero.own.transformers_models.label_loss import LabelRule
 from megazero.own.transformers_models.nested import filled
 from megazero.own.transformers_models.skeleton import Skeleton
+from megazero.own.units.model import BatchTensors
 
 
 class _ModelPart(nn.Module):
@@ -40,7 +40,7 @@ class _ModelPart(nn.Module):
         return into
 
     def reset_unit(self) -> None:
-        """Make the values of a copy that had none, as the model does: for `own.values`."""
+        """Make the values of a copy that had none, as the model does: for `own.units.values`."""
         self._skeleton.make_values(self)
 
 
@@ -54,7 +54,7 @@ class EmbeddingPart(_ModelPart):
         super().__init__(skeleton, {**(held or {}), **skeleton.regions[at]})
 
     def outline(self, hidden: Bundle | None, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
-        """As of `own.stage.boundaries`."""
+        """As of `own.units.stage.boundaries`."""
         return self._skeleton.outlined(self._at, 0, batch, dtype)
 
     def forward(self, batch: BatchTensors) -> Bundle:
@@ -77,7 +77,7 @@ class LayerPart(_ModelPart):
         super().__init__(skeleton, {f"{path}.{number}": skeleton.lists[at].layers[number]})
 
     def outline(self, hidden: Bundle, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
-        """As of `own.stage.boundaries`."""
+        """As of `own.units.stage.boundaries`."""
         return self._skeleton.outlined(self._at, self._number + 1, batch, dtype)
 
     def forward(self, hidden: Bundle, batch: BatchTensors) -> Bundle:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megazero.model.evaluation import evaluating
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
-from megazero.own.model import BatchTensors
 from megazero.own.transformers_models.family_rule import make_values
 from megazero.own.transformers_models.flow import FRONT, LayerCall, Origin, returned
 from megazero.own.transformers_models.layer_lists import (
@@ -27,6 +26,7 @@ from megazero.own.transformers_models.look import LayerList, LookedAt
 from megazero.own.transformers_models.nested import mapped
 from megazero.own.transformers_models.stand_ins import LikeHidden, MetaRun, blank_forward, replaced
 from megazero.own.transformers_models.trial_batches import ANSWERS, LABELS, shift_of, with_labels
+from megazero.own.units.model import BatchTensors
 from megazero.system.generators import torch_generators_kept
 
 UNITS_OWN = (

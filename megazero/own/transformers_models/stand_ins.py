@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.own.taken_tensors import META, buffer_dtype
 from megazero.own.transformers_models.nested import Place, mapped, tensors_at, without_numbers
+from megazero.own.units.taken_tensors import META, buffer_dtype
 
 CannotRun = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError, NotImplementedError)
 """What a model raises whose modules are replaced by something that does not fit."""

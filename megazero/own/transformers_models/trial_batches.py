@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.own.model import BatchTensors
 from megazero.own.transformers_models.layer_lists import device_of, has_encoder_and_decoder, main_input, names_taken
+from megazero.own.units.model import BatchTensors
 
 TRIED = (2, 3)
 """Samples and tokens. The sizes differ: no axis is taken for another."""

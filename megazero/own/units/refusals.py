@@ -18,8 +18,8 @@ from megazero.config.source import ConfigError
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Parameter, spec_of
-from megazero.own.model import BatchTensors, Unit
-from megazero.own.stage import OwnBatch, shapes_of
+from megazero.own.units.model import BatchTensors, Unit
+from megazero.own.units.stage import OwnBatch, shapes_of
 
 GivenBatches = Sequence[BatchTensors] | BatchTensors
 """Micro-batches, or one."""

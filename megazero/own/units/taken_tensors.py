@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.mpu.parameter import Parameter, ParameterSpec, become_parameter
-from megazero.own.model import Unit
+from megazero.own.units.model import Unit
 
 META = torch.device("meta")
 

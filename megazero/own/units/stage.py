@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
 from megazero.mpu.parameter import Parameter, spec_of
-from megazero.own.model import BatchTensors, OwnUnit, Unit
-from megazero.own.taken_tensors import META, buffer_dtype
+from megazero.own.units.model import BatchTensors, OwnUnit, Unit
+from megazero.own.units.taken_tensors import META, buffer_dtype
 from megazero.system.generators import seed_torch, torch_generators_kept
 from megazero.system.notes import add_note
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.source import ConfigError
-from megazero.own.model import Unit, Units
+from megazero.own.units.model import Unit, Units
 from megazero.system.generators import seed_torch, torch_generators_kept
 
 RESETS = ("reset_parameters", "_reset_parameters")

@@ -22,11 +22,11 @@ from torch.func import functional_call
 from megazero.mpu import collectives
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
 from megazero.mpu.parameter import Parameter, spec_of
-from megazero.own.model import BatchTensors, OwnUnit
-from megazero.own.saved import ParameterShape
-from megazero.own.stage import as_bundle, by_places, loss_of, named
 from megazero.own.tensor_parallel.boxes import part_of, whole_of
 from megazero.own.tensor_parallel.modules import TensorParallelModules
+from megazero.own.units.model import BatchTensors, OwnUnit
+from megazero.own.units.parameter_shape import ParameterShape
+from megazero.own.units.stage import as_bundle, by_places, loss_of, named
 from megazero.system.generators import seed_torch, torch_generators_kept
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -88,7 +88,7 @@ class UnitProof:
         """Of a unit in a mode, so far: `ENOUGH` where no further one is needed."""
 
     def __call__(self, unit: OwnUnit, hidden: Bundle | None, batch: BatchTensors, *, is_last: bool) -> None:
-        """As of `own.stage.CutUnitProof`. Raises ValueError with the names of the unit and of what is off."""
+        """As of `own.units.stage.CutUnitProof`. Raises ValueError with the names of the unit and of what is off."""
         graded = torch.is_grad_enabled()  # an evaluation may compute otherwise, and is proven on its own
         modes = tuple((each.training, bool(getattr(each, "p", 0))) for each in unit.modules())  # p: of a dropout
         known = unit.name, graded, modes
