@@ -242,6 +242,8 @@ def least_buffer(run: Run) -> int:
     state and sums of gradients of those that rest on disks, and the parameters that are read from there.
     """
     state, parameter = _BYTES[run.optimizer.precision]
+    if run.optimizer.has_several_dtypes:
+        parameter = state  # the widest
     columns = len(("weight", *run.optimizer.columns))
     on_disk = columns * state * run.offload.offload_optimizer.in_files
     read = parameter * run.offload.offload_params.in_files

@@ -65,6 +65,7 @@ class ParameterSpec:
                  parallelism)
     state_group  the ranks that hold the same parameter and sum its gradient
     keep_whole   whether every rank keeps all of it where parameters are sharded: it is used outside of its unit
+    dtype        its own, where parameters of one run have several dtypes; None: that of the run's precision
     """
 
     name: str
@@ -78,6 +79,7 @@ class ParameterSpec:
     tp_partial: bool = False
     state_group: StateGroup = StateGroup.REPLICAS
     keep_whole: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def stored_numel(self) -> int:

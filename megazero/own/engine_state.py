@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megazero.checkpoint.agreement import attempt_on_all_ranks, raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint, find_on_all_ranks
 from megazero.config.derive import brings_parameters, whole_steps
-from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.mpu import collectives
@@ -26,12 +25,12 @@ from megazero.optim.loss_scale import LossScaler
 from megazero.own.opening import Opening
 from megazero.own.rank_units import PlacedModel, place_model, require_free, structure_digest, values_digest
 from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
-from megazero.own.settings import settings_digest
+from megazero.own.settings import dtype_of_all, settings_digest
 from megazero.own.tensor_parallel.boxes import whole_of
 from megazero.own.units.model import Unit, Units
 from megazero.own.units.parameter_shape import ParameterShape
 from megazero.own.units.refusals import TrainedParameters, require_alike, require_json
-from megazero.own.units.taken_tensors import buffer_dtype
+from megazero.own.units.taken_tensors import taken_dtype
 from megazero.own.units.values import InitialValues
 from megazero.pipeline.build import host_activations, step_lists
 from megazero.pipeline.stage_specs import chunks_of
@@ -104,7 +103,8 @@ class EngineState:
         self._opening, self._loop = opening, loop
         run, grid = opening.run, opening.grid
         self.run, self.lr, self.grid = run, opening.lr, grid
-        self.dtype = compute_dtype(run.optimizer.precision)
+        self.dtype = dtype_of_all(run)
+        """That of all parameters; None: each has its own."""
         self.rank, self.data_rank, self.data_ranks = grid.rank, grid.dp.index, grid.dp.size
         attempt_on_all_ranks(grid.world, grid.device, lambda: require_free(model))  # before its values are compared
         digests = {
@@ -142,7 +142,7 @@ class EngineState:
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
         # where a rank has the only numbers of a weight, and updates them in place, a program may change them
         alone = run.parallel.zero_stage == 0 and not run.offload.offload_optimizer and not run.parallel.late_update
-        masters = not alone or self.dtype.itemsize <= 2 or brings_parameters(run.parallel, run.offload)
+        masters = not alone or self.state.has_master or brings_parameters(run.parallel, run.offload)
         self._trained = TrainedParameters(self._units(), unused=model.unused, masters=masters)
         self.planned_memory = opening.memory
         """What is known of the memory of a step: text, or fields of `PlannedMemory`."""
@@ -168,7 +168,7 @@ class EngineState:
         else:
             attempt_on_all_ranks(self.grid.world, self.grid.device, fill)
             self.optimizer.after_load(FILLED)
-        self.state.frozen.fill(lambda spec: values.of(spec.name).to(self.dtype).reshape(spec.shape))
+        self.state.frozen.fill(lambda spec: values.of(spec.name).reshape(spec.shape))
         values.forget()
 
     @property
@@ -316,7 +316,7 @@ class EngineState:
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         """That of a parameter or buffer of the model on the rank that has it."""
-        return self.dtype if isinstance(tensor, nn.Parameter) else buffer_dtype(tensor, self.dtype)
+        return taken_dtype(tensor, self.dtype)
 
     def _collected(self, wanted: Callable[[Tensor], bool]) -> Iterator[tuple[str, Tensor]]:
         """Those of `state_dict` that are wanted, one after the other. Of another stage's a rank knows the shapes alone.
@@ -405,7 +405,7 @@ class EngineState:
         read = self.checkpoints.untrained(checkpoint)
         every = (named for unit in self._placed.units for named in unit.tensors())
         require_names(read, {name: self._shape_of(tensor) for name, tensor in every if _is_untrained(tensor)})
-        self.state.frozen.fill(lambda spec: read[spec.name].to(self.dtype).reshape(spec.shape))
+        self.state.frozen.fill(lambda spec: read[spec.name].reshape(spec.shape))
         for unit in self._units():
             for name, tensor in unit.tensors():
                 if not isinstance(tensor, nn.Parameter):

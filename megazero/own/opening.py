@@ -18,7 +18,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.own.planned_memory import MeasuredStep, PlannedMemory, StepMemory
 from megazero.own.planned_state import OwnChunks
 from megazero.own.rank_units import sharing_stages
-from megazero.own.settings import LoopSettings, divided_by, placed_by, run_of
+from megazero.own.settings import LoopSettings, divided_by, dtype_of_all, placed_by, run_of
 from megazero.own.torch_rule import MakeOptimizer, TorchRule
 from megazero.own.units.model import Units
 from megazero.own.units.refusals import learning_rate
@@ -119,6 +119,7 @@ def opening_of(
         return Opening(resolved_run, rate, rule)
 
     opening = result_on_all_ranks(resolved, meeting)
+    units.keep_dtypes(keeps=dtype_of_all(opening.run) is None)
     world = world_of(opening.run, environment)
     if time_units is not None and opening.run.parallel.pp * opening.run.parallel.virtual_stages > 1:
         times = result_of_rank_0(partial(time_units, opening.run, world.device), meeting, "times of units")

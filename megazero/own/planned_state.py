@@ -69,7 +69,13 @@ class OwnChunks:
         """Those of a model that no engine has yet. The modules stay as they are."""
         chunks = chunks_of_units(model, run)
         tied = tied_names(model, run, chunks)
-        inventory = inventory_of(model, tied, held_parameters(model, run, chunks, tied), plan_of(model, run))
+        inventory = inventory_of(
+            model,
+            tied,
+            held_parameters(model, run, chunks, tied),
+            plan_of(model, run),
+            has_several_dtypes=run.optimizer.has_several_dtypes,
+        )
         return cls(tuple(unit.name for unit in model.units), chunks, inventory)
 
     def of_stage(self, run: Run, stage: int) -> list[range]:

@@ -77,7 +77,7 @@ class OwnPlannedModel:
         measured, width = self._measured(run), compute_dtype(run.optimizer.precision).itemsize
         trained = [
             {
-                each.name: each.spec(0, run.parallel.tp).local_numel * width
+                each.name: each.spec(0, run.parallel.tp).local_numel * (each.dtype.itemsize if each.dtype else width)
                 for each in self.chunks.inventory[number]
                 if each.is_trained
             }

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from megazero.config.derive import brings_parameters, whole_steps
-from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Parameter
-from megazero.own.settings import chunk_units
+from megazero.own.settings import chunk_units, dtype_of_all
 from megazero.own.tensor_parallel.modules import TensorParallelModules, undividable
 from megazero.own.tensor_parallel.plan import PLAN, ResolvedPlan, resolve
 from megazero.own.units.model import Unit, Units
@@ -68,10 +67,11 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
     model.is_taken = True
     tied = tied_names(model, run, chunks)
     hold_together(model, held_parameters(model, run, chunks, tied))
-    inventory = inventory_of(model, tied, {}, plan)
+    dtype = dtype_of_all(run)
+    inventory = inventory_of(model, tied, {}, plan, has_several_dtypes=dtype is None)
     own = [chunks[number] for number in chunks_of(run).of(grid.at.pp)]
     here = sorted({number for units in own for number in units})
-    values, made, dtype = InitialValues(), dict[str, Parameter](), compute_dtype(run.optimizer.precision)
+    values, made = InitialValues(), dict[str, Parameter]()
     for number in here:
         values.add(model.units[number], model)
     kind = BroughtParameter if brings_parameters(run.parallel, run.offload) else Parameter
@@ -231,10 +231,15 @@ def hold_together(model: Units, held: Mapping[int, Iterable[nn.Parameter]]) -> N
 
 
 def inventory_of(
-    model: Units, tied: Set[str], held: Mapping[int, Sequence[nn.Parameter]], plan: ResolvedPlan
+    model: Units,
+    tied: Set[str],
+    held: Mapping[int, Sequence[nn.Parameter]],
+    plan: ResolvedPlan,
+    *,
+    has_several_dtypes: bool,
 ) -> list[list[ParameterShape]]:
     """The parameters of each unit. tied: names of those that several stages have. held: what units will hold of others,
-    by number. plan: how they are cut among tp ranks.
+    by number. plan: how they are cut among tp ranks. has_several_dtypes: whether each keeps its dtype.
     """
     whole = {model.names[id(each)] for unit in model.units if unit.keeps_whole for each in unit.parameters()}
 
@@ -248,6 +253,7 @@ def inventory_of(
             keep_whole=name in whole,
             split=plan.splits.get(name),
             is_partial=name in plan.partial,
+            dtype=parameter.dtype if has_several_dtypes else None,
         )
 
     return [

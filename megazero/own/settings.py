@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
+
 from megazero.config.derive import whole_steps
-from megazero.config.dtypes import PRECISION_OF
+from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.dump import run_dict
 from megazero.config.flags import fields_for_flags
 from megazero.config.lengths import Length, Measure
@@ -62,14 +64,37 @@ AS_BY_DEFAULT = frozenset({"lora_rank", "data_path", "instruction_data"})
 
 
 @dataclass(frozen=True)
-class RuleConfig(OptimizerConfig):
-    """The configuration beside an optimizer of torch, whose options are its own. kept: its columns."""
+class UnitsConfig(OptimizerConfig):
+    """The configuration of a model of modules.
 
-    kept: tuple[str, ...] = ()
+    kept   the columns of an optimizer of torch, whose options are its own; None: the optimizer is one of ours
+    mixed  whether each parameter keeps its dtype. Then the precision is of the state: see `precision_beside`
+    """
+
+    kept: tuple[str, ...] | None = None
+    mixed: bool = False
 
     @property
     def moments(self) -> tuple[str, ...]:
-        return self.kept or ("exp_avg",)  # which an optimizer without any state leaves as it is
+        # exp_avg beside an optimizer without any state, which leaves it as it is
+        return super().moments if self.kept is None else self.kept or ("exp_avg",)
+
+    @property
+    def has_several_dtypes(self) -> bool:
+        return self.mixed
+
+
+def precision_beside(dtypes: Collection[torch.dtype]) -> str:
+    """The precision of a run whose parameters keep their dtypes: one whose state is as wide as the widest of them and,
+    beside float16, whose loss is scaled.
+    """
+    wide_first = torch.float64, torch.float16, torch.bfloat16, torch.float32
+    return next(PRECISION_OF[dtype] for dtype in wide_first if dtype in dtypes)
+
+
+def dtype_of_all(run: Run) -> torch.dtype | None:
+    """The dtype of all parameters. None: each keeps its own."""
+    return None if run.optimizer.has_several_dtypes else compute_dtype(run.optimizer.precision)
 
 
 @dataclass(frozen=True)
@@ -139,17 +164,14 @@ def run_of(
     if unread:
         hint = "; lr is an argument of the engine, and of its steps" if "lr" in unread else ""
         problems.append(f"run has {', '.join(unread)}: a model of modules reads none of these{hint}")
-    precisions = sorted(PRECISION_OF.get(dtype, str(dtype)) for dtype in model.dtypes) or ["fp32"]
-    if len(precisions) > 1 and "precision" not in source.settings:
-        problems.append(f"precision is not set, and the model has parameters of {' and of '.join(precisions)}")
+    precision, mixed = _precision_of(model, problems) if "precision" not in source.settings else ("", False)
     like = optimizer if kept is None else "adamw"  # whose checks hold for every update of elements
     of_loop = {} if loop is None else {"lr": lr}
-    settings = {"optimizer": like, "precision": precisions[0], **of_loop, **source.settings}
+    settings = {"optimizer": like, "precision": precision, **of_loop, **source.settings}
     if kept is None and settings["optimizer"] != optimizer:
         problems.append(f"optimizer is {optimizer!r}, and {settings['optimizer']!r} in run")
     run = build_run({name: value for name, value in settings.items() if name not in source.bad})
-    if kept is not None:
-        run = replace(run, optimizer=RuleConfig(**vars(run.optimizer), kept=kept))
+    run = replace(run, optimizer=UnitsConfig(**vars(run.optimizer), kept=kept, mixed=mixed))
     if loop is not None:
         run = loop.in_samples(run)
         problems += () if source.unread or "train_length" in source.bad else _loop_problems(run)
@@ -158,6 +180,18 @@ def run_of(
     if problems:
         raise ConfigError([*map(fields_for_flags, problems)])
     return run
+
+
+def _precision_of(model: Units, problems: list[str]) -> tuple[str, bool]:
+    """The precision of a run that says none, and whether parameters keep several dtypes. problems: what is added to."""
+    dtypes = model.dtypes or {torch.float32}
+    if unknown := sorted(str(dtype) for dtype in dtypes - PRECISION_OF.keys()):
+        problems.append(
+            f"precision is not set, and the model has parameters of {' and of '.join(unknown)}: a model state has "
+            f"those of {', '.join(PRECISION_OF.values())}"
+        )
+        return "fp32", False
+    return precision_beside(dtypes), len(dtypes) > 1
 
 
 def _placed(source: ConfigSource) -> list[str]:

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.stateless import _reparametrize_module
 
-from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
+from megazero.own.settings import dtype_of_all
 from megazero.own.unit_times import unit_tensors
 from megazero.own.units.model import BatchTensors, Model, OwnUnit
 from megazero.own.units.refusals import micro_batches
 from megazero.own.units.stage import OwnBatch, OwnStage
-from megazero.own.units.taken_tensors import buffer_dtype
+from megazero.own.units.taken_tensors import taken_dtype
 from megazero.pipeline.schedule_run import GraphEntry
 from megazero.pipeline.storages import ComputedStorages, lone_owners
 from megazero.system.collector import without_collections
@@ -81,7 +81,7 @@ def unit_bytes(model: Model, batch: BatchTensors, run: Run, device: torch.device
 
     Communicates nothing. Raises ValueError with a unit's name for what the unit returns.
     """
-    taken, dtype = micro_batches(batch, device)[0].tensors, compute_dtype(run.optimizer.precision)
+    taken, dtype = micro_batches(batch, device)[0].tensors, dtype_of_all(run)
     units, sizes, handed = list[OwnUnitBytes](), list[int](), _Handed(None, ())
     # what a unit leaves in cycles is freed at no moment that is counted
     with without_collections(), torch.enable_grad():
@@ -95,8 +95,8 @@ def unit_bytes(model: Model, batch: BatchTensors, run: Run, device: torch.device
     return OwnModelBytes(tuple(units), tuple(sizes), tuple(buffers))
 
 
-def _buffer_bytes(buffer: Tensor, dtype: torch.dtype) -> int:
-    return buffer.numel() * buffer_dtype(buffer, dtype).itemsize
+def _buffer_bytes(buffer: Tensor, dtype: torch.dtype | None) -> int:
+    return buffer.numel() * taken_dtype(buffer, dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class _Measuring:
         is_last = unit is model.called_units[-1]
         self._stage = OwnStage([unit], has_loss=is_last, computes_again=again, keeps_buffers=False, device=device)
         self._batch, self._is_last = OwnBatch(batch), is_last
-        tensors = unit_tensors(unit, model, compute_dtype(run.optimizer.precision), device)
+        tensors = unit_tensors(unit, model, dtype_of_all(run), device)
         self._tensors = {f"chunk.0.{name}": tensor for name, tensor in tensors.items()}
         self._of_others = (*tensors.values(), *batch.values())
         for tensor in {id(each): each for each in tensors.values() if each.requires_grad}.values():

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
+from megazero.own.settings import dtype_of_all
 from megazero.own.units.model import BatchTensors, Model, OwnUnit
 from megazero.own.units.refusals import micro_batches
 from megazero.own.units.stage import as_bundle, by_places, loss_of, named
-from megazero.own.units.taken_tensors import buffer_dtype
+from megazero.own.units.taken_tensors import taken_dtype
 from megazero.own.units.values import InitialValues
 from megazero.system import device as devices
 from megazero.system.generators import torch_generators_kept
@@ -40,7 +40,7 @@ def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.devi
     with torch_generators_kept(device), torch.enable_grad():
         for unit in model.called_units:
             is_last = unit is model.called_units[-1]
-            tensors = unit_tensors(unit, model, compute_dtype(run.optimizer.precision), device)
+            tensors = unit_tensors(unit, model, dtype_of_all(run), device)
             with unit.without_trace():
                 passes = [_passed(unit, tensors, hidden, taken, device, is_last=is_last) for _ in range(REPEATS)]
             forward, backward = min(each.forward for each in passes), min(each.backward for each in passes)
@@ -49,18 +49,20 @@ def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.devi
     return seconds
 
 
-def unit_tensors(unit: OwnUnit, model: Model, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Parameters and buffers of a unit by the places where it has them, with their values in memory of their own."""
+def unit_tensors(unit: OwnUnit, model: Model, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
+    """Parameters and buffers of a unit by the places where it has them, with their values in memory of their own.
+
+    dtype: of all parameters; None: each keeps its own.
+    """
     values = InitialValues()
     values.add(unit, model)
 
     def made(name: str, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
-            value, wanted = values.of(model.names[id(tensor)]), dtype
+            value = values.of(model.names[id(tensor)])
         else:
             value = values.of_buffer(unit, name.removeprefix("module.")) if tensor.is_meta else tensor
-            wanted = buffer_dtype(tensor, dtype)
-        return value.detach().to(device, wanted, copy=True).requires_grad_(tensor.requires_grad)
+        return value.detach().to(device, taken_dtype(tensor, dtype), copy=True).requires_grad_(tensor.requires_grad)
 
     return by_places(unit, made)
 

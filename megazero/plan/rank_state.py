@@ -333,6 +333,7 @@ class RankState:
                     [(entry.spec.name, entry.spec.shape, entry.spec.box, entry.offset) for entry in layout.entries],
                     [(part.start, part.stop, part.tier.value) for part in rest.parts],
                     rest.rests.value,
+                    *([str(layout.dtype)] if layout.dtype else []),  # without any the digest is that of before
                 )
                 for layout, rest in zip(self.layouts, self._resting, strict=True)
             ],

@@ -46,9 +46,10 @@ class WholeParameters:
     def adopt(cls, column: StoredColumn, index: int, bucket: Bucket) -> WholeParameters:
         """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
         gathered, numel = column.is_sharded_in(index) or not column.is_on_device(index), bucket.layout.numel
+        dtype = column.dtype_in(index)
         if gathered:
-            column.memory.take(GATHERED, numel * column.dtype.itemsize, f"the parameters of bucket {index}")
-        whole = torch.empty(numel, dtype=column.dtype, device=column.device) if gathered else column.held(index)
+            column.memory.take(GATHERED, numel * dtype.itemsize, f"the parameters of bucket {index}")
+        whole = torch.empty(numel, dtype=dtype, device=column.device) if gathered else column.held(index)
         make_views(bucket, whole)
         found = cls(bucket, column, index, whole, gathered)
         if gathered:
@@ -217,4 +218,5 @@ def _room(parameters: WholeParameters, stored: int) -> Tensor:
     if parameters.loaded_in_place:
         parameters.allocate()
         return parameters.whole
-    return torch.empty(stored, dtype=parameters.column.dtype, device=parameters.column.device)
+    dtype = parameters.column.dtype_in(parameters.index)
+    return torch.empty(stored, dtype=dtype, device=parameters.column.device)

@@ -100,6 +100,7 @@ class BucketLayout:
     group    the ranks that hold these parameters, reduce their gradients and shard their state
     kept_whole  whether the parameters stay whole on every rank where parameters are sharded (--zero3-persist-below, and
                 parameters of a user's module that are used outside of its units)
+    dtype       of the parameters, where those of one run have several; None: that of the run's precision
 
     A shard is a K-th of the bucket, where K neighbours share out the state (`Axes.inner_ranks`). The N / K ranks that
     store the same shard (`Axes.across_ranks`) each own an equal part of it, so that each element has one owner.
@@ -112,6 +113,11 @@ class BucketLayout:
     numel: int
     group: StateGroup
     kept_whole: bool = False
+    dtype: torch.dtype | None = None
+
+    def parameter_bytes(self, of_run: int) -> int:
+        """Bytes of one element of a parameter. of_run: where the run's precision says the dtype."""
+        return of_run if self.dtype is None else self.dtype.itemsize
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """Range (start, stop) of the bucket that neighbour `index` of `size` stores of a sharded column."""
@@ -200,9 +206,9 @@ def pack(
             same parameter and is packed where it came first
     sizes   number of ranks in each group that some spec names
 
-    No bucket spans two chunks or two groups. Matrices of equal shape that follow each other in a unit (gate and up) are
-    adjacent in one bucket, with `Packing.block` if they are whole blocks. What spans stages is one bucket of a chunk,
-    in the order of names: the ranks of all these stages reduce the same one.
+    No bucket spans two chunks, two groups or two dtypes of parameters. Matrices of equal shape that follow each other
+    in a unit (gate and up) are adjacent in one bucket, with `Packing.block` if they are whole blocks. What spans stages
+    is one bucket of a chunk for each dtype, in the order of names: the ranks of all these stages reduce the same ones.
     """
     buckets: list[BucketLayout] = []
     seen: set[str] = set()
@@ -224,9 +230,12 @@ def pack(
 
 
 def _with_tied_together(units: Sequence[Sequence[ParameterSpec]], seen: Collection[str]) -> list[list[ParameterSpec]]:
-    """The units of a chunk, of which the first with a parameter that spans stages has all of these, by name."""
+    """The units of a chunk, of which the first with a parameter that spans stages has all of these, by dtype and
+    name.
+    """
     tied = {spec.name: spec for unit in units for spec in unit if spec.state_group.spans_stages}
-    together = [tied[name] for name in sorted(tied.keys() - set(seen))]
+    fresh = [tied[name] for name in sorted(tied.keys() - set(seen))]
+    together = sorted(fresh, key=lambda spec: str(spec.dtype))
     moved, placed = list[list[ParameterSpec]](), False
     for unit in units:
         of_unit = list[ParameterSpec]()
@@ -259,31 +268,36 @@ def _parts(unit: list[ParameterSpec], packing: Packing) -> list[list[ParameterSp
 
 @dataclass
 class _Filling:
-    """Buckets of one chunk: the one that is being filled, and those that are closed. The rest is of `BucketLayout`."""
+    """Buckets of one chunk: for each dtype the one that is being filled, and those that are closed. The rest is of
+    `BucketLayout`.
+    """
 
     chunk: int
     sizes: Mapping[StateGroup, int]
     packing: Packing
     kept_whole: bool = False
-    filling: list[ParameterSpec] = field(default_factory=list)
+    filling: dict[torch.dtype | None, list[ParameterSpec]] = field(default_factory=dict)
     closed: list[BucketLayout] = field(default_factory=list)
 
     def add(self, runs: Iterable[list[ParameterSpec]]) -> None:
         """Add runs of parameters that share a bucket."""
         for together in runs:
-            others = self.filling and self.filling[0].state_group is not together[0].state_group
-            if others or self.packing.numel([*self.filling, *together]) > self.packing.bucket_size:
-                self.close()
-            self.filling += together
+            if any(filling[0].state_group is not together[0].state_group for filling in self.filling.values()):
+                self.close()  # so that what spans stages is in the same order on all of them
+            dtype = together[0].dtype
+            filling = self.filling.get(dtype, [])
+            if filling and self.packing.numel([*filling, *together]) > self.packing.bucket_size:
+                self.closed.append(self._bucket(filling))
+                filling = []
+            self.filling[dtype] = [*filling, *together]
 
     def close(self) -> None:
-        """End the bucket that is being filled."""
-        if self.filling:
-            self.closed.append(self._bucket())
-            self.filling = []
+        """End the buckets that are being filled."""
+        self.closed += map(self._bucket, self.filling.values())
+        self.filling = {}
 
-    def _bucket(self) -> BucketLayout:
-        ordered = sorted(self.filling, key=lambda spec: not spec.kind.decays)  # stable: order is kept within both parts
+    def _bucket(self, specs: Sequence[ParameterSpec]) -> BucketLayout:
+        ordered = sorted(specs, key=lambda spec: not spec.kind.decays)  # stable: order is kept within both parts
         entries, stop, decayed = list[Entry](), 0, 0
         for spec in ordered:
             entries.append(Entry(spec, _up(stop, self.packing.block)))
@@ -292,17 +306,17 @@ class _Filling:
                 decayed = stop
         group = ordered[0].state_group
         numel = _padded(stop, self.sizes[group], self.packing.block)
-        return BucketLayout(self.chunk, tuple(entries), decayed, stop, numel, group, self.kept_whole)
+        return BucketLayout(self.chunk, tuple(entries), decayed, stop, numel, group, self.kept_whole, ordered[0].dtype)
 
 
 def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Runs of parameters that share a bucket: a matrix with its bias, consecutive matrices of equal shape, and what
-    spans stages.
+    spans stages, of one dtype each.
     """
     runs: list[list[ParameterSpec]] = []
     matrix: ParameterSpec | None = None
     for spec in specs:
-        apart = not runs or runs[-1][0].state_group is not spec.state_group
+        apart = not runs or (runs[-1][0].state_group, runs[-1][0].dtype) != (spec.state_group, spec.dtype)
         follows = (
             not spec.kind.decays
             or spec.state_group.spans_stages

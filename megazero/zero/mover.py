@@ -305,8 +305,9 @@ class Mover:
         elif piece in _BESIDE_UPDATE and home is Tier.DEVICE and self._shares_memory:
             memory = self.columns[_BESIDE_UPDATE[piece]].view(index, start, stop)
         else:
-            column = parameters.column if kept_as is Piece.PARAMETERS else gradients
-            memory = slot.of(kept_as, stop - start, column.dtype)
+            is_weight = kept_as is Piece.PARAMETERS
+            dtype = parameters.column.dtype_in(parameters.index) if is_weight else gradients.dtype
+            memory = slot.of(kept_as, stop - start, dtype)
         return HostPlace(memory, slot.free, slot.arrived, slot.changed)
 
     def _source(self, i: Instruction, piece: Piece) -> Tensor:

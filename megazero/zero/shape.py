@@ -26,7 +26,7 @@ Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
 class StateWidths:
     """Bytes of an element, in memory and on its way.
 
-    parameter  of the whole parameter column
+    parameter  of the whole parameter column; where parameters have several dtypes (`BucketLayout.dtype`), of the widest
     gradient   of the whole gradient column
     reduced    of a gradient that is reduced as it is
     blocks     whether parameters are gathered in blocks of int8
@@ -46,8 +46,9 @@ def state_widths(optimizer: OptimizerConfig, parallel: ParallelConfig, offload: 
     """The widths of a run's model state."""
     dtypes = run_columns(optimizer, parallel, offload)
     precision = optimizer.precision
+    widest = state_dtype(precision) if optimizer.has_several_dtypes else compute_dtype(precision)
     return StateWidths(
-        compute_dtype(precision).itemsize,
+        widest.itemsize,
         state_dtype(precision).itemsize,
         grad_reduce_dtype(precision, parallel.grad_reduce_dtype).itemsize,
         parallel.zero_quantized_weights,
@@ -128,7 +129,7 @@ def _bucket(
     loaded = resting.rests is not Tier.DEVICE
     return BucketShape(
         layout.chunk,
-        layout.numel * widths.parameter,
+        layout.numel * layout.parameter_bytes(widths.parameter),
         layout.numel * widths.gradient if trained else 0,
         trained,
         gathered=shared_out or loaded,
@@ -139,7 +140,7 @@ def _bucket(
         spans_stages=layout.group.spans_stages,
         shards_span=layout.group.spans_stages and not local,
         sent=_messages(layout, widths, shards, across, sharded),
-        parts=tuple(_part(part, widths) for part in resting.parts),
+        parts=tuple(_part(part, widths, layout.parameter_bytes(widths.parameter)) for part in resting.parts),
         rests=resting.rests,
         rests_whole=loaded and not shared_out,
         sums=resting.sums,
@@ -151,9 +152,10 @@ def _is_partial(layout: BucketLayout) -> bool:
     return any(entry.spec.tp_partial for entry in layout.entries)
 
 
-def _part(part: Part, widths: StateWidths) -> PartShape:
+def _part(part: Part, widths: StateWidths, parameter: int) -> PartShape:
+    """parameter: bytes of one."""
     numel = part.stop - part.start
-    return PartShape(part.tier, numel * widths.gradient, numel * widths.state, numel * widths.parameter)
+    return PartShape(part.tier, numel * widths.gradient, numel * widths.state, numel * parameter)
 
 
 def _coded(
@@ -184,7 +186,7 @@ def _messages(
     numel, shard = layout.numel, layout.numel // shards
     exact = Column.PARAMETER in sharded and layout.kept_whole
     blocks = widths.blocks and shards > 1 and not exact
-    parameters = gathered_bytes(numel, shards) if blocks else numel * widths.parameter
+    parameters = gathered_bytes(numel, shards) if blocks else numel * layout.parameter_bytes(widths.parameter)
     if widths.bits is None:
         whole, part = numel * widths.reduced, shard * widths.reduced
         return MessageBytes(parameters, whole, whole, part, part, blocks)

@@ -96,7 +96,7 @@ def run_columns(
         compute_dtype(optimizer.precision),
         state_dtype(optimizer.precision),
         optimizer.columns,
-        apart=leaves or overwrites_own(parallel, offload),
+        apart=leaves or overwrites_own(parallel, offload) or optimizer.has_several_dtypes,
     )
 
 
@@ -106,8 +106,9 @@ def columns(
     """The columns that exist, with their dtypes.
 
     A master weight exists only where the parameter has a narrower dtype, or `apart` says that the parameter cannot be
-    its own master: what a gather brings overwrites what this rank has updated, or one of the two does not rest on the
-    device. kept: beside the weights (`OptimizerConfig.columns`).
+    its own master: what a gather brings overwrites what this rank has updated, one of the two does not rest on the
+    device, or some parameters of the run are narrower than `parameter_dtype`. kept: beside the weights
+    (`OptimizerConfig.columns`).
     """
     dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}
     if parameter_dtype != state_dtype or apart:

@@ -70,8 +70,9 @@ def stored_range(bucket: Bucket, sharding: Sharding, *, whole: bool = False) -> 
 
 
 class StoredColumn:
-    """One column of a model state on this rank: per bucket a 1-D tensor of `dtype`, whole or this rank's shard.
+    """One column of a model state on this rank: per bucket a 1-D tensor, whole or this rank's shard.
 
+    dtype     of its values, but for parameters whose bucket has another one (`dtype_in`)
     tiers     the memories in which it rests
     name      of the column in the account of the device
     flag      what needs host memory, for errors
@@ -101,7 +102,11 @@ class StoredColumn:
             tuple(parts[index]) if parts and parts[index] else (Part(*self.range_of(index), Tier.DEVICE),)
             for index in range(len(buckets))
         ]
-        self._held = [[self._allocated(part) for part in of_bucket] for of_bucket in self._parts]
+        self._held = [[self._allocated(part, index) for part in own] for index, own in enumerate(self._parts)]
+
+    def dtype_in(self, index: int) -> torch.dtype:
+        """That of bucket `index`."""
+        return self.dtype
 
     @property
     def memory(self) -> DeviceMemory:
@@ -147,7 +152,7 @@ class StoredColumn:
         return held
 
     def keep(self, index: int, values: Tensor, start: int | None = None) -> None:
-        """Store elements of bucket `index` from `start` on wherever they rest, rounded to the column's dtype; None: all
+        """Store elements of bucket `index` from `start` on wherever they rest, rounded to its dtype there; None: all
         that this rank stores. values: [n]. What rests in files is stored in whole parts.
         """
         start = self.range_of(index)[0] if start is None else start
@@ -162,16 +167,17 @@ class StoredColumn:
             else:
                 assert (first, last) == part[:2], f"bucket {index} rests in files"
                 piece = piece_name(Piece.PARAMETERS, (self._first + index, number))
-                written = part_values.to(self.dtype).cpu().contiguous()  # held here, so that this thread frees it
+                # has a name here, so that this thread frees the copy
+                written = part_values.to(self.dtype_in(index)).cpu().contiguous()
                 self._tiers.stores[part.tier].write({piece: written}).wait()
 
-    def _allocated(self, part: Part) -> Tensor | None:
-        numel = part.stop - part.start
+    def _allocated(self, part: Part, index: int) -> Tensor | None:
+        numel, dtype = part.stop - part.start, self.dtype_in(index)
         if part.tier.in_files:
             return None
         if part.tier is Tier.HOST:
-            return self._tiers.in_host_memory(numel, self.dtype, self._flag)
-        return self.memory.allocate(numel, self.dtype, self.name, f"a part of the {self.name} column", self._make)
+            return self._tiers.in_host_memory(numel, dtype, self._flag)
+        return self.memory.allocate(numel, dtype, self.name, f"a part of the {self.name} column", self._make)
 
     def view(self, index: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of bucket `index`, which this rank must store, in memory and in one part."""
@@ -190,6 +196,13 @@ class StoredColumn:
         return self.view(index, *self._buckets[index].owned)
 
 
+class ParameterColumn(StoredColumn):
+    """That of parameters, which have the dtypes of their buckets."""
+
+    def dtype_in(self, index: int) -> torch.dtype:
+        return self._buckets[index].layout.dtype or self.dtype
+
+
 def parameter_column(
     sharding: Sharding,
     dtype: torch.dtype,
@@ -198,7 +211,7 @@ def parameter_column(
     name: str,
     resting: Sequence[Resting],
     first: int = 0,
-) -> StoredColumn:
+) -> ParameterColumn:
     """A column of parameters, zeros in memory, each bucket where it rests. Arguments as of `StoredColumn`.
 
     Buckets that are kept whole are so where the others are sharded.
@@ -209,7 +222,7 @@ def parameter_column(
         stored = stored_range(bucket, sharding, whole=number in whole)
         ranges = [part[:2] for part in own.parts] if own.rests.in_files else [stored]
         parts.append(tuple(Part(start, stop, own.rests) for start, stop in ranges))
-    return StoredColumn(
+    return ParameterColumn(
         sharding, dtype, buckets, tiers, name, "--offload-params", parts=parts, whole=whole, first=first
     )
 

@@ -244,10 +244,7 @@ RUNS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_parameters_of_two_dtypes_leave_the_precision_to_the_user() -> None:
-    units = [Begin().bfloat16(), Layer(), nn.Linear(12, 1)]
-    with pytest.raises(ConfigError, match="precision is not set, and the model has parameters of bf16 and of fp32"):
-        megazero.engine(megazero.Model(units, squared))
+def test_a_run_without_a_precision_has_that_of_the_parameters() -> None:
     with megazero.engine(megazero.Model(mlp(), squared)) as engine:
         assert engine.dtype == torch.float32
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from megazero.program.shape import RankShape
 from tests.own.models import CASES, Begin, Case, Layer, of_mlp, squared
 from tests.own.parallel_models import CASES as CUT
 from tests.own.test_drawn_layouts import Drawn, cases
+from tests.own.test_several_dtypes import EXACTLY, entropy, micro_batch, units_of
 from tests.own.training import RULE, model_of
 from tests.ranks import run_ranks
 
@@ -28,7 +31,25 @@ def two_shared() -> list[nn.Module]:
     return [Begin(), first, second, first, second, nn.Linear(12, 1)]
 
 
-MODELS = {**CASES, **CUT, "two shared": Case(two_shared, squared, of_mlp)}
+@dataclass(frozen=True)
+class SeveralDtypes(Case):
+    """In the dtypes that the units have."""
+
+    def built(self) -> list[nn.Module]:
+        return [*self.units()]
+
+
+def several(*, tied: bool) -> SeveralDtypes:
+    return SeveralDtypes(partial(units_of, EXACTLY, tied=tied), entropy, lambda draw: micro_batch(0, 0))
+
+
+MODELS = {
+    **CASES,
+    **CUT,
+    "two shared": Case(two_shared, squared, of_mlp),
+    "several dtypes": several(tied=False),
+    "several dtypes, tied": several(tied=True),
+}
 FIXED = {
     "two shared modules": Drawn("two shared", 3, {"pp": 3, "zero_stage": 1, "bucket_size": 100}),
     "tied ends on three stages": Drawn("tied ends", 3, {"pp": 3, "zero_stage": 1}),
@@ -37,6 +58,18 @@ FIXED = {
     "frozen units": Drawn("frozen first", 2, {"zero_stage": 3, "offload_params": "cpu:0.5"}),
     "tp": Drawn("tied", 4, {"tp": 2, "pp": 2, "zero_stage": 1, "bucket_size": 700}),
     "tp, sharded": Drawn("partly frozen", 4, {"tp": 2, "zero_stage": 3, "offload_optimizer": "cpu"}),
+    "several dtypes": Drawn("several dtypes", 2, {"zero_stage": 3, "bucket_size": 90, "precision": None}),
+    "several dtypes, off the device": Drawn(
+        "several dtypes, tied",
+        2,
+        {
+            "pp": 2,
+            "precision": None,
+            "offload_optimizer": "nvme:0.5",
+            "offload_params": "nvme",
+            "nvme_buffer_bytes": 1 << 19,
+        },
+    ),
     "halves": Drawn("vision", 2, {"zero_stage": 2, "precision": "bf16", "offload_optimizer": "nvme:0.6"}),
 }
 
@@ -55,7 +88,8 @@ class BothStates(NamedTuple):
 def both(rank: int, case: Drawn) -> BothStates:
     model = model_of(MODELS[case.model])
     with TemporaryDirectory() as folder:
-        fields = {**RULE, **case.run} | ({"nvme_path": [folder]} if "nvme" in str(case.run) else {})
+        said = {name: value for name, value in {**RULE, **case.run}.items() if value is not None}
+        fields = said | ({"nvme_path": [folder]} if "nvme" in str(case.run) else {})
         run = run_of(fields, "adamw", model, case.ranks)
         axes = own_axes(model, run, case.ranks)
         at = axes.coordinates(rank)

@@ -63,6 +63,11 @@ class OptimizerConfig:
         return ("exp_avg",) if self.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
 
     @property
+    def has_several_dtypes(self) -> bool:
+        """Whether parameters have dtypes of their own beside that of the precision, as a user's modules may."""
+        return False
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """All columns that are kept beside the weights and updated with them, by their names in checkpoints."""
         return (*self.moments, *(("ema",) if self.ema_decay is not None else ()))

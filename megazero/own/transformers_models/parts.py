@@ -39,6 +39,10 @@ class _ModelPart(nn.Module):
             into = into.get_submodule(each)
         return into
 
+    def keep_dtypes(self, *, keeps: bool) -> None:
+        """As of `own.units.model.Units`."""
+        self._skeleton.has_several_dtypes = keeps
+
     def reset_unit(self) -> None:
         """Make the values of a copy that had none, as the model does: for `own.units.values`."""
         self._skeleton.make_values(self)
@@ -53,7 +57,7 @@ class EmbeddingPart(_ModelPart):
         self._at = at
         super().__init__(skeleton, {**(held or {}), **skeleton.regions[at]})
 
-    def outline(self, hidden: Bundle | None, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
+    def outline(self, hidden: Bundle | None, batch: BatchTensors, dtype: torch.dtype | None) -> Bundle:
         """As of `own.units.stage.boundaries`."""
         return self._skeleton.outlined(self._at, 0, batch, dtype)
 
@@ -76,7 +80,7 @@ class LayerPart(_ModelPart):
         path = skeleton.lists[at].path
         super().__init__(skeleton, {f"{path}.{number}": skeleton.lists[at].layers[number]})
 
-    def outline(self, hidden: Bundle, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
+    def outline(self, hidden: Bundle, batch: BatchTensors, dtype: torch.dtype | None) -> Bundle:
         """As of `own.units.stage.boundaries`."""
         return self._skeleton.outlined(self._at, self._number + 1, batch, dtype)
 

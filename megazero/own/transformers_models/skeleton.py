@@ -62,6 +62,9 @@ class Skeleton:
     lists     of its layers
     looked    what was found of it
     has_loss  whether the units have the loss of labels. If not, the program's own reads what it likes of a micro-batch
+
+    has_several_dtypes
+              whether parameters keep their dtypes. If not, all have that of the hidden state
     """
 
     def __init__(self, model: nn.Module, lists: Sequence[LayerList], looked: LookedAt, *, has_loss: bool) -> None:
@@ -75,6 +78,7 @@ class Skeleton:
         self._loose = [module for module in self._outside if module not in owned]
         self._kept: dict[int, tuple[BatchTensors, list[list[LayerCall]]]] = {}
         self._outlined: tuple[Any, list[list[Bundle]]] = None, []
+        self.has_several_dtypes = len({each.dtype for each in model.parameters() if each.is_floating_point()}) > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Skeleton:
         """A copy of a unit runs the same model."""
@@ -143,8 +147,11 @@ class Skeleton:
         logits: Tensor = self._run(batch, layers, others, training).logits
         return logits
 
-    def outlined(self, at: int, number: int, batch: BatchTensors, dtype: torch.dtype) -> Bundle:
-        """The bundle in front of a layer of a list, or behind its last one, on the meta device. dtype: of parameters"""
+    def outlined(self, at: int, number: int, batch: BatchTensors, dtype: torch.dtype | None) -> Bundle:
+        """The bundle in front of a layer of a list, or behind its last one, on the meta device.
+
+        dtype: of parameters; None: each has its own.
+        """
         key = dtype, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
         if self._outlined[0] != key:
             self._outlined = key, self._outlines(batch, dtype)
@@ -154,7 +161,7 @@ class Skeleton:
 
     # --- how it runs -----------------------------------------------------------------------------------------------
 
-    def _outlines(self, batch: BatchTensors, dtype: torch.dtype) -> list[list[Bundle]]:
+    def _outlines(self, batch: BatchTensors, dtype: torch.dtype | None) -> list[list[Bundle]]:
         """The bundles in front of each layer and behind the last one, of each list: by a pass with blanks alone."""
         device, how = torch.device("cpu"), MetaRun(dtype, graded=True)
         bundles = [list[Bundle]() for _ in self.lists]
@@ -203,8 +210,12 @@ class Skeleton:
     def _blanks(self, modules: Collection[nn.Module], like: Bundle | None) -> dict[nn.Module, Callable[..., Any]]:
         """What makes zeros in the places of modules. like: a bundle of their dtype and device. None: nobody reads it"""
         hidden = torch.empty(0) if like is None else tensors_of(like)[0]
-        how, copies = MetaRun(hidden.dtype), self._copies
+        how, copies = self._blank_run(hidden), self._copies
         return {module: blank_forward(copies[module], how, hidden.device) for module in modules}
+
+    def _blank_run(self, hidden: Tensor) -> MetaRun:
+        """How blanks run beside this hidden state."""
+        return MetaRun(None if self.has_several_dtypes else hidden.dtype)
 
     def _blank_layers(self, like: Bundle | None) -> list[list[InPlace]]:
         """What makes zeros, or hands on the hidden state, in the places of all layers."""
@@ -214,7 +225,7 @@ class Skeleton:
             shapes = self._shapes[layer]
             if isinstance(shapes, LikeHidden):
                 return lambda call: shapes.of(call.hidden)
-            zeros = blank_forward(shapes, MetaRun(hidden.dtype), hidden.device)
+            zeros = blank_forward(shapes, self._blank_run(hidden), hidden.device)
             return lambda call: zeros(*call.given[0], **call.given[1])
 
         return [[blank(layer) for layer in each.layers] for each in self.lists]

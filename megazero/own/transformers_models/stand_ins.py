@@ -82,6 +82,7 @@ class MetaCopy:
         blank |= {id(each): torch.empty_like(each, device=META) for each in module.buffers()}
         self._copy = copy.deepcopy(module, blank)
         self._copy.__dict__.pop("forward", None)
+        self._dtypes = [(each, each.dtype) for each in self._copy.parameters()]
         self._seen = dict[Any, Any]()
 
     def __call__(self, how: MetaRun, *args: Any, **named: Any) -> Any:
@@ -109,10 +110,10 @@ class MetaCopy:
 
     def _in(self, dtype: torch.dtype | None) -> nn.Module:
         """The copy with parameters of a dtype."""
+        for parameter, own_dtype in self._dtypes:
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(own_dtype if dtype is None else dtype)
         if dtype is not None:
-            for parameter in self._copy.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
             for module in self._copy.modules():
                 for name, buffer in module._buffers.items():
                     if buffer is not None:

@@ -64,6 +64,12 @@ class Units:
                 if known not in self.value_units or not self.value_units[known].makes_values:
                     self.value_units[known] = unit
 
+    def keep_dtypes(self, *, keeps: bool) -> None:
+        """Take note of whether each parameter keeps its dtype in a run. Modules with this method are told."""
+        for unit in self.units:
+            if (told := getattr(unit.module, "keep_dtypes", None)) is not None:
+                told(keeps=keeps)
+
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Those of its parameters."""

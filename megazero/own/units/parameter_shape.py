@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.own.tensor_parallel.words import ParameterSplit
 
@@ -17,6 +19,7 @@ class ParameterShape:
     keep_whole  whether it stays whole on every rank with ZeRO-3
     split       how it is cut among tp ranks; None: each has all of it
     is_partial  whether each tp rank's gradient of the whole is a part of a sum
+    dtype       its own, where parameters of the run have several; None: that of all
     """
 
     name: str
@@ -26,6 +29,7 @@ class ParameterShape:
     keep_whole: bool = False
     split: ParameterSplit | None = None
     is_partial: bool = False
+    dtype: torch.dtype | None = None
 
     def spec(self, rank: int, size: int) -> ParameterSpec:
         """That of tp rank `rank` of `size`."""
@@ -34,6 +38,7 @@ class ParameterShape:
             "state_group": group,
             "keep_whole": self.keep_whole,
             "tp_partial": self.is_partial and size > 1,
+            "dtype": self.dtype,
         }
         if self.split is None:
             return shard(self.name, self.shape, ParameterKind.MATRIX, **rest)

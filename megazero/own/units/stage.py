@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
 from megazero.mpu.parameter import Parameter, spec_of
 from megazero.own.units.model import BatchTensors, OwnUnit, Unit
-from megazero.own.units.taken_tensors import META, buffer_dtype
+from megazero.own.units.taken_tensors import META, taken_dtype
 from megazero.system.generators import seed_torch, torch_generators_kept
 from megazero.system.notes import add_note
 
@@ -210,13 +210,13 @@ def boundaries(
     units: Sequence[OwnUnit],
     chunks: Sequence[range],
     batch: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[MessageSpec, ...]:
     """The messages between model chunks of a step, found on torch's meta device, where nothing is computed.
 
     batch   one whose tensors have the shapes of all micro-batches
-    dtype   of parameters and buffers of floats
+    dtype   of parameters and buffers of floats; None: each has its own
     shapes  of the model's parameters by name, which may be more than what a tp rank has of them
 
     Raises ValueError with the name of a unit that cannot run there.
@@ -235,7 +235,7 @@ def _outlined(
     unit: OwnUnit,
     hidden: Bundle | None,
     batch: BatchTensors,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Bundle:
     """What a unit returns, on the meta device. A module with a method `outline` says it by that method."""
@@ -255,13 +255,12 @@ def _outlined(
         ) from error
 
 
-def _on_meta(unit: OwnUnit, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _on_meta(unit: OwnUnit, dtype: torch.dtype | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Parameters and buffers of a unit by place, without values."""
 
     def alike(name: str, tensor: Tensor) -> Tensor:
-        is_parameter = isinstance(tensor, nn.Parameter)
-        wanted = dtype if is_parameter else buffer_dtype(tensor, dtype)
         shape = shapes[spec_of(tensor).name] if isinstance(tensor, Parameter) else tensor.shape
+        wanted = taken_dtype(tensor, dtype)
         return torch.empty(shape, dtype=wanted, device=META, requires_grad=tensor.requires_grad)
 
     return by_places(unit, alike)

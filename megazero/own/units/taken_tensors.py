@@ -80,7 +80,7 @@ def take_parameters(
     unit: Unit,
     names: Mapping[int, str],
     specs: Mapping[str, ParameterSpec],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     made: dict[str, Parameter],
     kind: type[Parameter],
@@ -90,6 +90,7 @@ def take_parameters(
 
     names  from the number of each parameter of the model to its name
     specs  by name
+    dtype  of all parameters; None: each keeps its own
     made   those of other units of this rank by name, to which they are added: a shared one is one
     kind   their class
     """
@@ -97,12 +98,12 @@ def take_parameters(
         for name, old in list(module._parameters.items()):
             if old is None or isinstance(old, Parameter):
                 continue
-            known, is_trained = names[id(old)], old.requires_grad
+            known, is_trained, taken = names[id(old)], old.requires_grad, taken_dtype(old, dtype)
             if known not in made:
                 if old.is_meta:
-                    made[known] = kind(specs[known], dtype, device)
+                    made[known] = kind(specs[known], taken, device)
                 else:
-                    become_parameter(old, kind, specs[known], dtype, device)
+                    become_parameter(old, kind, specs[known], taken, device)
                     if kind is BroughtParameter:  # a graph from before that has saved it would read freed memory
                         torch.autograd.graph.increment_version(old)
                     made[known] = cast(Parameter, old)
@@ -112,17 +113,24 @@ def take_parameters(
                 setattr(module, name, made[known])  # not into the registry alone: an RNN has a list of its own beside
 
 
+def taken_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """That of a parameter or buffer in a run. dtype: of all parameters; None: each tensor keeps its own."""
+    if dtype is None:
+        return tensor.dtype
+    return dtype if isinstance(tensor, nn.Parameter) else buffer_dtype(tensor, dtype)
+
+
 def buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
     """That of a buffer beside parameters of this dtype: numbers of 16 bits are too coarse for statistics."""
     return dtype if buffer.is_floating_point() and dtype.itemsize > 2 else buffer.dtype
 
 
-def take_buffers(unit: Unit, dtype: torch.dtype, device: torch.device) -> None:
-    """Bring the buffers of a unit to a device, in the dtype that they have beside parameters of this dtype."""
+def take_buffers(unit: Unit, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Bring the buffers of a unit to a device, in the dtype that they have in a run (`taken_dtype`)."""
     for module in unit.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = buffer.to(device, buffer_dtype(buffer, dtype))
+                module._buffers[name] = buffer.to(device, taken_dtype(buffer, dtype))
 
 
 class ParameterElsewhere(UnreadParameter):

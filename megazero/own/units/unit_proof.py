@@ -102,7 +102,9 @@ class UnitProof:
                     part = self._computed(unit, self._parts(unit, values), given, dtype)
             except Exception as error:
                 raise ValueError(f"it computes as a whole, and not with parts of what tp_plan cuts: {error}") from error
-            self._compare(unit, whole, part, TOLERANCES.get(dtype, 0.1))
+            of_step = (each.dtype for each in unit.parameters())
+            coarsest = max(TOLERANCES.get(each, 0.1) for each in ([dtype] if dtype else of_step))
+            self._compare(unit, whole, part, coarsest)
         # a loss that counts nothing, or an expert without a token, says nothing: the next one is compared, too
         says_all = all(bool(each.any()) for each in (*whole.of_inputs, *whole.of_parameters.values()))
         self._comparisons[known] += ENOUGH if says_all or not graded else 1
@@ -115,33 +117,35 @@ class UnitProof:
 
     # --- two computations ------------------------------------------------------------------------------------------
 
-    def _as_a_whole(self, unit: OwnUnit, given: _Inputs) -> tuple[_Computed, dict[int, Tensor], torch.dtype]:
+    def _as_a_whole(self, unit: OwnUnit, given: _Inputs) -> tuple[_Computed, dict[int, Tensor], torch.dtype | None]:
         """What the whole unit makes, and with which values by the number (`id`) of each parameter and buffer: in
-        float64, or in the dtype of a step where its modules do not take that.
+        float64, or (None) in the dtypes of a step where its modules do not take that.
         """
-        of_step = next((each.dtype for each in unit.parameters()), torch.float64)
-        for dtype, change in product(dict.fromkeys((torch.float64, of_step)), CHANGES):
+        is_exact = all(each.dtype == torch.float64 for each in unit.parameters())
+        dtypes = (torch.float64,) if is_exact else (torch.float64, None)
+        for dtype, change in product(dtypes, CHANGES):
             values = {id(each): self._value(each, dtype, change) for each in (*unit.parameters(), *unit.buffers())}
             try:
                 with unit.without_trace(), self.cuts.whole():
                     computed = self._computed(unit, _placed(unit, values), given, dtype)
             except Exception:
-                if dtype == of_step:
+                if dtype == dtypes[-1]:
                     raise
                 continue
             if computed.is_finite:
                 break
         return computed, values, dtype
 
-    def _value(self, tensor: Tensor, dtype: torch.dtype, change: float) -> Tensor:
-        """A whole value for a parameter or buffer, in memory of its own."""
+    def _value(self, tensor: Tensor, dtype: torch.dtype | None, change: float) -> Tensor:
+        """A whole value for a parameter or buffer, in memory of its own. dtype: of floats; None: their own."""
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         if not isinstance(tensor, Parameter):
-            return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            return tensor.detach().to(wanted, copy=True)
         shape = self.shapes[spec_of(tensor).name]
         value = tensor.detach()
         if shape.split is not None:
             value = whole_of(value, shape.split, shape.shape, self.cuts.group)
-        return (value.to(dtype) + change * _known(shape.name, value).to(dtype)).requires_grad_(tensor.requires_grad)
+        return (value.to(wanted) + change * _known(shape.name, value).to(wanted)).requires_grad_(tensor.requires_grad)
 
     def _parts(self, unit: OwnUnit, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """By place, this rank's parts of these values."""
@@ -154,11 +158,16 @@ class UnitProof:
 
         return _placed(unit, {id(each): part(each) for each in (*unit.parameters(), *unit.buffers())})
 
-    def _computed(self, unit: OwnUnit, tensors: Mapping[str, Tensor], given: _Inputs, dtype: torch.dtype) -> _Computed:
-        """A forward and a backward with these parameters and buffers by place. The gradients of outputs are known."""
+    def _computed(
+        self, unit: OwnUnit, tensors: Mapping[str, Tensor], given: _Inputs, dtype: torch.dtype | None
+    ) -> _Computed:
+        """A forward and a backward with these parameters and buffers by place. The gradients of outputs are known.
+
+        dtype: of inputs of floats; None: their own.
+        """
 
         def like(tensor: Tensor) -> Tensor:
-            wanted = dtype if tensor.is_floating_point() else tensor.dtype
+            wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
             return tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
 
         inputs = [] if given.hidden is None else [like(each) for each in tensors_of(given.hidden)]
