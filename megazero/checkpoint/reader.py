@@ -2,11 +2,12 @@
 
 A state gives its fragments in portions. Values are copied from a block into the portion's tensors and converted to its
 dtype; besides the portion, this takes the memory of a few blocks. Saved and target fragments may differ in dtype, box,
-range and number.
+range and number. A parameter that one of both has in parts (`ParameterSpec.parts_dim`) is read as a whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,15 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from megazero.checkpoint.blocks import BlockFile
+from megazero.checkpoint.blocks import DTYPES, BlockFile
 from megazero.checkpoint.decoding import decode
 from megazero.checkpoint.format import MANIFEST, Damaged, FragmentSpec, Manifest, key_of, range_of
 from megazero.checkpoint.open_files import OpenFiles, check_header
 from megazero.checkpoint.reshard import FlatRange, Overlap, overlaps
+from megazero.mpu.parameter import ParameterKind, ParameterSpec, merged, own_box
 from megazero.system.reading import BOUNDS, Unreadable, read_bytes
 from megazero.zero.layout import Fragment
 
@@ -81,7 +84,8 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
 
     model: the fragments of all ranks. Raises one ValueError that names every difference.
     """
-    shapes = {held.spec.name: held.spec.shape for held in model}
+    specs = {held.spec.name: held.spec for held in model}
+    shapes = {name: spec.whole_shape for name, spec in specs.items()}
     both = sorted(shapes.keys() & manifest.tensors.keys())
     kinds = {
         "missing from the checkpoint": sorted(shapes.keys() - manifest.tensors.keys()),
@@ -89,7 +93,8 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
         "of another shape (checkpoint -> model)": [
             f"{name} {list(manifest.tensors[name].shape)} -> {list(shapes[name])}"
             for name in both
-            if manifest.tensors[name].shape != shapes[name]
+            if manifest.tensors[name].shape != specs[name].shape
+            and not has_parts(manifest.tensors[name].shape, specs[name])
         ],
     }
     absent = {column: [name for name in both if column not in manifest.tensors[name].columns] for column in columns}
@@ -112,6 +117,16 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(problems))
 
 
+def has_parts(stored: tuple[int, ...], spec: ParameterSpec) -> bool:
+    """Whether a shape in a checkpoint is another one than a spec's, of the same numbers in the same order: one of both
+    has a dimension of the parameter in parts, or both have, and in other numbers of parts.
+    """
+    if stored == spec.shape:
+        return False
+    whole = spec.whole_shape
+    return stored == whole or any(merged(stored, dim) == whole for dim in range(len(stored) - 1))
+
+
 def read_fragments(files: OpenFiles, targets: Sequence[Fragment], columns: Sequence[str]) -> int:
     """As `read_portions`, of one portion."""
     return read_portions(files, [targets], iter([targets]), columns)
@@ -131,7 +146,7 @@ def read_portions(
     more. Raises Damaged if a needed file differs from what was written or the checkpoint lacks elements.
     """
     with ThreadPoolExecutor(THREADS) as pool:
-        ahead = _ReadAhead(_reads(files, held, columns), pool)
+        ahead = _ReadAhead(files, held, columns, pool)
         try:
             total = sum(ahead.fill(number, fragments, portions) for number, fragments in enumerate(held))
             surplus = next(portions, None)  # the last portion is stored when the next one is asked for
@@ -142,10 +157,14 @@ def read_portions(
 
 
 class _ReadAhead:
-    """Blocks that threads read in the order of `reads`, a few ahead of the copies."""
+    """Blocks that threads read in the order of portions and files, a few ahead of the copies."""
 
-    def __init__(self, reads: Iterator[_Read], pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, files: OpenFiles, held: Sequence[Sequence[FragmentSpec]], columns: Sequence[str], pool: ThreadPoolExecutor
+    ) -> None:
+        reads = _reads(files, held, columns)
         self._reads, self._pool = reads, pool
+        self._whole = _WholeTensors(files, columns)
         self._under_way = deque[tuple[Future[Tensor], _Read]]()
 
     def fill(self, number: int, held: Sequence[FragmentSpec], portions: Iterator[Sequence[Fragment]]) -> int:
@@ -160,7 +179,7 @@ class _ReadAhead:
             for index, overlap in read.copies:
                 overlap.copy(block, portion[index].columns[read.column])
             total += block.nbytes
-        return total
+        return total + sum(self._whole.fill(fragment) for fragment in portion)
 
     def _submit(self) -> None:
         for read in islice(self._reads, 2 * THREADS - len(self._under_way)):
@@ -171,6 +190,40 @@ class _ReadAhead:
             values.cancel()
 
 
+class _WholeTensors:
+    """Parameters in other shapes than a checkpoint's, each read as a whole: of the last one the values are kept, since
+    its fragments follow each other.
+    """
+
+    def __init__(self, files: OpenFiles, columns: Sequence[str]) -> None:
+        self._files, self._columns = files, columns
+        self._last: tuple[str, dict[str, Tensor]] = "", {}
+
+    def fill(self, fragment: Fragment) -> int:
+        """Fill a fragment if its tensor has another shape; return the number of bytes read."""
+        spec = fragment.spec
+        stored = self._files.manifest.tensors[spec.name]
+        if not has_parts(stored.shape, spec):
+            return 0
+        read = 0
+        if self._last[0] != spec.name:
+            self._last = spec.name, {}  # one parameter at a time
+            self._last = spec.name, {column: self._read(spec.name, column) for column in self._columns}
+            read = sum(values.nbytes for values in self._last[1].values())
+        for column, values in self._last[1].items():
+            box = own_box(values.view(spec.shape), spec).reshape(-1)
+            fragment.columns[column].copy_(box[fragment.start : fragment.stop])
+        return read
+
+    def _read(self, name: str, column: str) -> Tensor:
+        stored = self._files.manifest.tensors[name]
+        box = tuple((0, extent) for extent in stored.shape)
+        values = torch.empty(math.prod(stored.shape), dtype=DTYPES[stored.columns[column]])
+        spec = ParameterSpec(name, stored.shape, box, stored.shape, ParameterKind.MATRIX)
+        read_fragments(self._files, [Fragment(spec, 0, values.numel(), {column: values})], [column])
+        return values
+
+
 _Plan = dict[int, dict[tuple[str, FlatRange], list[int]]]
 """For each file number: the needed fragments in it, by name and flat range, with the indices of the targets."""
 
@@ -179,6 +232,8 @@ def _plan(manifest: Manifest, wanted: Sequence[FragmentSpec]) -> _Plan:
     plan: _Plan = {}
     for index, target in enumerate(wanted):
         name, own = target.spec.name, range_of(target)
+        if has_parts(manifest.tensors[name].shape, target.spec):
+            continue
         found = 0
         for number, flat in manifest.tensors[name].fragments:
             shared = sum(overlap.numel for overlap in overlaps(flat, own))

@@ -65,6 +65,8 @@ class ParameterSpec:
                  parallelism)
     state_group  the ranks that hold the same parameter and sum its gradient
     keep_whole   whether every rank keeps all of it where parameters are sharded: it is used outside of its unit
+    parts_dim    a dimension of the parameter that `shape` and `box` have as two, this one and the next: the number of
+                 equal parts that tp cuts each, and the extent of a part; None: they have the parameter's dimensions
     dtype        its own, where parameters of one run have several dtypes; None: that of the run's precision
     """
 
@@ -79,7 +81,13 @@ class ParameterSpec:
     tp_partial: bool = False
     state_group: StateGroup = StateGroup.REPLICAS
     keep_whole: bool = False
+    parts_dim: int | None = None
     dtype: torch.dtype | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's own shape."""
+        return self.shape if self.parts_dim is None else merged(self.shape, self.parts_dim)
 
     @property
     def stored_numel(self) -> int:
@@ -89,6 +97,11 @@ class ParameterSpec:
     @property
     def local_numel(self) -> int:
         return math.prod(self.local_shape)
+
+
+def merged(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """A shape with dimensions `dim` and `dim` + 1 as one."""
+    return (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
 def shard(

@@ -28,6 +28,12 @@ from megazero.own.units.values import InitialValues
 from megazero.pipeline.build import vertical_order
 from megazero.pipeline.stage_specs import chunks_of
 
+OF_FAMILY = (
+    ". The plan is that of transformers for all models of the family, and does not fit this one: tp_plan= of "
+    "from_transformers takes another"
+)
+"""What an error of a plan says of where the plan comes from."""
+
 
 @dataclass(frozen=True)
 class PlacedModel:
@@ -88,7 +94,8 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
             forget_values(unit, model.names)
     shared = len(chunks) > 1 or vertical_order(run) is not None
     keeps = shared and _share_buffers(model)
-    proof = UnitProof(cuts, {each.name: each for number in here for each in inventory[number]})
+    shapes = {each.name: each for number in here for each in inventory[number]}
+    proof = UnitProof(cuts, shapes, OF_FAMILY if model.has_plan_of_family else "")
     proves = proof if model.is_proven and cuts.is_cut else None
     stages = [
         _stage([model.units[number] for number in units], units, model, run, grid, keeps=keeps, proof=proves)
@@ -100,7 +107,8 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
 def plan_of(model: Units, run: Run) -> ResolvedPlan:
     """What the plans of a model and of its modules say together of tensor parallelism.
 
-    Raises ConfigError with everything that is wrong with the plans, where tp ranks have them.
+    Raises ConfigError with everything that is wrong with the plans. Without tp ranks nothing is cut, a plan that
+    transformers has for a family is not looked at, and numbers that no ranks could share are not, either.
     """
     modules, tp = [(unit.prefix, unit.module) for unit in model.units], run.parallel.tp
     plan = resolve(modules, model.tp_plan, model.names)
@@ -114,11 +122,10 @@ def plan_of(model: Units, run: Run) -> ResolvedPlan:
             )
         if problems:
             raise ConfigError(problems)
-    else:  # parts that do not fit mean nothing here
-        shapes = {model.names[id(each)]: tuple(each.shape) for unit in model.units for each in unit.parameters()}
-        fit = {name: split for name, split in plan.splits.items() if split.problem(shapes[name], 1) is None}
-        plan = replace(plan, splits=fit)
-    return plan
+        return plan
+    if plan.problems and not model.has_plan_of_family:
+        raise ConfigError(plan.problems)
+    return replace(plan, splits={})
 
 
 def _share_buffers(model: Units) -> bool:

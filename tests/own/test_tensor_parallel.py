@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megazero
+from megazero.checkpoint.api import Checkpoint
 from tests.own.models import RATE, Case, Trained, plainly_trained
 from tests.own.parallel_models import CASES, LAYOUTS
 from tests.own.test_causal_lm import Whole, micro_batch
@@ -174,3 +175,57 @@ def test_adapters_are_cut_with_the_linears_that_have_them() -> None:
     values = {name.removeprefix("0.model."): value for name, value in expected.values.items()}
     for rank, made in enumerate(run_ranks(4, of_adapters)):
         require_equal(made, replace(expected, values=values), f"rank {rank}")
+
+
+# --- checkpoints between models with plans and without ---------------------------------------------------------------
+
+PLAN_OR_NONE: list[tuple[int, bool, dict[str, Any]]] = [
+    (1, False, {}),
+    (2, True, {"tp": 2}),
+    (2, False, {"zero_stage": 3, "offload_optimizer": "cpu:0.5"}),
+    (4, True, {"tp": 2, "zero_stage": 3, "bucket_size": 300}),
+    (2, False, {"pp": 2, "zero_stage": 1}),
+]
+"""Ranks, whether the model has a plan, and a layout: each takes a step from the checkpoint of the one before."""
+
+
+def with_plans_or_none(name: str, *, has_plans: bool) -> megazero.Model:
+    if name == "transposed":
+        return megazero.from_transformers(built(name), tp_plan=OF_GPT2 if has_plans else {})
+    model = model_of(CASES[name])
+    for module in (module for unit in model.units for module in unit.modules()):
+        if not has_plans:
+            vars(module)["tp_plan"] = {}
+    return model
+
+
+def go_on_with_plans_or_none(rank: int, name: str, number: int, folders: list[str]) -> Trained:
+    _, has_plans, layout = PLAN_OR_NONE[number]
+    return trained_with(
+        case_of(name) if name == "transposed" else CASES[name],
+        {**RULE, **layout},
+        model=with_plans_or_none(name, has_plans=has_plans),
+        steps=range(number, number + 1),
+        load=folders[number - 1] if number else None,
+        save=folders[number],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shapes"),
+    [
+        ("tied", "1.attention.qkv.weight", {(3, 24, 24), (72, 24)}),
+        ("transposed", "transformer.h.0.attn.c_attn.weight", {(24, 3, 24), (24, 72)}),
+    ],
+)
+def test_checkpoints_go_between_plans_and_none(name: str, tensor: str, shapes: set[Any], tmp_path: Path) -> None:
+    """Queries, keys and values of one product are three parts where tp ranks share them, and one tensor elsewhere."""
+    case = case_of(name) if name == "transposed" else CASES[name]
+    expected = plain(Case(**{**vars(case), "steps": len(PLAN_OR_NONE)}))
+    folders, numbers = [str(tmp_path / str(step)) for step in range(len(PLAN_OR_NONE))], list[tuple[float, float]]()
+    for number, (size, *_) in enumerate(PLAN_OR_NONE):
+        made = run_ranks(size, go_on_with_plans_or_none, name, number, folders)[0]
+        numbers += made.numbers
+    values = {each: made.values[each.removeprefix("0.model.")] for each in expected.values}
+    require_equal(Trained(numbers, expected.evaluated, values), expected, "with plans and without")
+    assert {Checkpoint(folder).tensors[tensor].shape for folder in folders} == shapes

@@ -140,6 +140,13 @@ def test_a_mistake_is_one_error_with_the_names(name: str) -> None:
         assert words in text, text
 
 
+@pytest.mark.parametrize("name", ["word", "misspelt", "two words", "class", "other linear"])
+def test_a_mistake_of_a_plan_is_said_without_tp_ranks_too(name: str) -> None:
+    text = raised_with(name, tp=1)
+    for words in PLANS[name]:
+        assert words in text, text
+
+
 def test_what_ranks_cannot_share_is_said_with_the_numbers() -> None:
     text = raised_with("as it is", 4)
     assert "heads of Attention is 6, which 4 ranks cannot share" in text, text

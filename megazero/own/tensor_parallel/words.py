@@ -105,4 +105,4 @@ class ParameterSplit:
         in_parts = self.shape_in_parts(shape)
         spec = shard(name, in_parts, ParameterKind.MATRIX, dim=dim, rank=rank, size=size, padded=padded, **rest)
         local = (*shape[: self.dim], -(-shape[self.dim] // size), *shape[self.dim + 1 :])
-        return replace(spec, local_shape=local)
+        return replace(spec, local_shape=local, parts_dim=self.dim if self.parts > 1 else None)

@@ -73,7 +73,9 @@ def from_transformers(
     except Uncuttable as error:
         raise ValueError(f"{type(model).__name__} cannot be cut into units: {error}") from error
     plan = _plan_of(model) if tp_plan is None else tp_plan
-    return Model(units, loss, unused=unused, named_by_unit=False, tp_plan=plan, is_proven=is_proven)
+    units_of_model = Model(units, loss, unused=unused, named_by_unit=False, tp_plan=plan, is_proven=is_proven)
+    units_of_model.has_plan_of_family = tp_plan is None
+    return units_of_model
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:

@@ -38,6 +38,8 @@ class Units:
     tp_plan      how modules are cut among tp ranks, beside what modules say of themselves
     is_proven    whether the first step computes each unit that is cut as a whole, too, and compares
     is_taken     whether an engine has it
+    has_plan_of_family
+                 whether the plan is one that transformers has for all models of a family
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Units:
         is_proven: bool = True,
     ) -> None:
         self.units, self.unused, self.is_taken = tuple(units), unused, False
+        self.has_plan_of_family = False
         self.tp_plan, self.is_proven = {**(tp_plan or {})}, is_proven
         self.names, self.value_units, first_units = dict[int, str](), dict[str, Unit](), dict[str, Unit]()
         for unit in self.units:

@@ -78,10 +78,12 @@ class UnitProof:
 
     cuts    this rank's modules that are cut
     shapes  this rank's parameters by name
+    hint    words behind an error
     """
 
     cuts: TensorParallelModules
     shapes: Mapping[str, ParameterShape]
+    hint: str = ""
 
     def __post_init__(self) -> None:
         self._comparisons = Counter[tuple[object, ...]]()
@@ -101,7 +103,8 @@ class UnitProof:
                 with unit.without_trace():
                     part = self._computed(unit, self._parts(unit, values), given, dtype)
             except Exception as error:
-                raise ValueError(f"it computes as a whole, and not with parts of what tp_plan cuts: {error}") from error
+                words = f"it computes as a whole, and not with parts of what tp_plan cuts: {error}{self.hint}"
+                raise ValueError(words) from error
             of_step = (each.dtype for each in unit.parameters())
             coarsest = max(TOLERANCES.get(each, 0.1) for each in ([dtype] if dtype else of_step))
             self._compare(unit, whole, part, coarsest)
@@ -216,7 +219,7 @@ class UnitProof:
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"unit {unit.name!r} returns {shapes[0]} as a whole, and {shapes[1]} with parts of what tp_plan cuts: "
-                "what a column has cut has to go through a row, or be gathered ('column gathered')"
+                f"what a column has cut has to go through a row, or be gathered ('column gathered'){self.hint}"
             )
         for words, pairs in (
             ("what it returns", zip(whole.outputs, part.outputs, strict=True)),
