@@ -25,6 +25,7 @@ _PLACES = {
     "from_transformers": "megazero.own.transformers_models.cutting",
     "load": "megazero.convert.loading",
     "pretrain": "megazero.train.api",
+    "saved_state_dict": "megazero.own.exported",
     "training": "megazero.own.loop.training",
 }
 """The public names, and the modules that define them."""
@@ -45,6 +46,7 @@ __all__ = [
     "from_transformers",
     "load",
     "pretrain",
+    "saved_state_dict",
     "training",
 ]
 

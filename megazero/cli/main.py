@@ -35,6 +35,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
         "train-tokenizer": Subcommand("tools/train_tokenizer.py", "a byte-level BPE of your own text"),
         "inspect-data": Subcommand("tools/inspect_data.py", "what a pair holds, and what a run reads of it"),
         "convert": Subcommand("tools/convert_checkpoint.py", "a checkpoint of any known format into any other"),
+        "export": Subcommand("tools/export_model.py", "weights of a model of your own modules, as one file"),
         "inspect": Subcommand("tools/inspect_checkpoint.py", "what is inside a checkpoint, how two differ"),
         "generate": Subcommand("tools/generate_text.py", "text from a trained model"),
         "evaluate": Subcommand("tools/evaluate.py", "loss and perplexity of a model on documents"),
@@ -56,7 +57,6 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "finetune": "pretrain --init-from MODEL --instruction-data FILE",
         "sft": "pretrain --init-from MODEL --instruction-data FILE",
         "lora": "pretrain --init-from MODEL --lora-rank 16",
-        "export": "convert --input CHECKPOINT --to hf --output FOLDER",
         "tokenize": "prepare-data",
         "run": "pretrain",
     }
@@ -66,7 +66,7 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
 ABOUT_DATA = frozenset({"prepare-data", "merge-data", "train-tokenizer", "inspect-data"})
 """Commands that share the module `data_commands`. Every other command is the module of its name."""
 
-MAKE_FILES = frozenset({"convert", "prepare-data", "merge-data", "train-tokenizer"})
+MAKE_FILES = frozenset({"convert", "export", "prepare-data", "merge-data", "train-tokenizer"})
 """Commands whose result is files, so that they need no standard output."""
 
 HELP_WORDS = "-h", "--help", "help"

@@ -256,7 +256,7 @@ class DeepSpeedEngine(nn.Module):
         """
         grid, above = self._opening.grid, Path(load_dir)
         # rank 0 alone has written the name, which may be on its disk alone
-        name = found_by_rank_0(grid.world, grid.device, lambda: _latest(above)) if tag is None else str(tag)
+        name = found_by_rank_0(grid.world, grid.device, lambda: latest_tag(above)) if tag is None else str(tag)
         folder = above / name
         checkpoint = find_on_all_ranks(folder, grid)
         if checkpoint is None:
@@ -293,7 +293,7 @@ class DeepSpeedEngine(nn.Module):
         return True
 
 
-def _latest(folder: Path) -> str:
+def latest_tag(folder: Path) -> str:
     """The name in the file `latest`; where there is none ".", the folder itself."""
     try:
         return (folder / LATEST).read_text().strip()

@@ -24,7 +24,14 @@ from megazero.mpu.parameter import Parameter, own_box, spec_of
 from megazero.optim.loss_scale import LossScaler
 from megazero.own.opening import Opening
 from megazero.own.rank_units import PlacedModel, place_model, require_free, structure_digest, values_digest
-from megazero.own.saved import OwnCheckpoints, kept_in, require_names, require_same_optimizer
+from megazero.own.saved import (
+    MODEL,
+    OwnCheckpoints,
+    kept_in,
+    require_names,
+    require_same_optimizer,
+    saved_model,
+)
 from megazero.own.settings import dtype_of_all, settings_digest
 from megazero.own.tensor_parallel.boxes import whole_of
 from megazero.own.units.model import Unit, Units
@@ -360,6 +367,7 @@ class EngineState:
             "loss_scale": self.scaler.state_dict(),
             "optimizer_keeps": [*self._kept],
             "about": dict(about),
+            MODEL: saved_model(self.inventory, self._placed.names),
         }
         return progress, dict(self._collected(_is_untrained))
 

@@ -45,6 +45,7 @@ class PlacedModel:
     stages     this rank's chunks
     values     with which this rank's units begin
     cuts       this rank's modules that a tensor-parallel plan cuts
+    names      by each further name that modules have for a parameter, the parameter's own
     """
 
     units: tuple[Unit, ...]
@@ -53,6 +54,7 @@ class PlacedModel:
     stages: list[OwnStage]
     values: InitialValues
     cuts: TensorParallelModules
+    names: dict[str, str]
 
 
 def require_free(model: Units) -> None:
@@ -70,7 +72,7 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
         raise ConfigError(problems)
     chunks = chunks_of_units(model, run)
     plan = plan_of(model, run)
-    model.is_taken = True
+    model.is_taken, names = True, further_names(model)
     tied = tied_names(model, run, chunks)
     hold_together(model, held_parameters(model, run, chunks, tied))
     dtype = dtype_of_all(run)
@@ -101,7 +103,13 @@ def place_model(model: Units, run: Run, grid: ProcessGrid) -> PlacedModel:
         _stage([model.units[number] for number in units], units, model, run, grid, keeps=keeps, proof=proves)
         for units in own
     ]
-    return PlacedModel(model.units, chunks, inventory, stages, values, cuts)
+    return PlacedModel(model.units, chunks, inventory, stages, values, cuts, names)
+
+
+def further_names(model: Units) -> dict[str, str]:
+    """By each name that units have for a parameter beside its own, its own."""
+    every = ((name, each) for unit in model.units for name, each in unit.tensors() if isinstance(each, nn.Parameter))
+    return {name: own for name, each in every if (own := model.names[id(each)]) != name}
 
 
 def plan_of(model: Units, run: Run) -> ResolvedPlan:

@@ -30,6 +30,25 @@ from megazero.zero.state import packing_on
 
 BESIDE = "untrained.safetensors"
 """The file with frozen parameters and buffers, by name."""
+MODEL = "model"
+"""What a checkpoint's progress has of the model, as `saved_model` returns it."""
+
+
+def saved_model(inventory: Sequence[Sequence[ParameterShape]], names: Mapping[str, str]) -> dict[str, Any]:
+    """What a checkpoint says of a model, so that a program without its modules knows the names and shapes of tensors.
+
+    inventory  the parameters of each unit
+    names      by each further name that modules have for a parameter, the parameter's own
+    """
+    every = {each.name: each for unit in inventory for each in unit}
+    return {
+        "names": {name: own for name, own in names.items() if every[own].is_trained},
+        "shapes": {name: list(each.shape) for name, each in every.items() if each.split and each.split.parts > 1},
+        "frozen": sorted(
+            {name for name, each in every.items() if not each.is_trained}
+            | {name for name, own in names.items() if not every[own].is_trained}
+        ),
+    }
 
 
 class OwnSaving:

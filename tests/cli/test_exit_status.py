@@ -66,6 +66,8 @@ BAD = (
     "inspect-data --data-path {folder}/none",
     "convert {folder}/none --to hf --output {folder}/x",
     "convert {folder}/text --to hf --output {folder}/x",
+    "export {folder}/none {folder}/x",
+    "export {folder}/text {folder}/x",
     "inspect {folder}/none",
     "inspect {folder}/text",
     "generate {folder}/none --prompt a",

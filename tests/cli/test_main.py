@@ -288,6 +288,7 @@ def test_formats_are_named_as_the_table_has_them() -> None:
     [
         ("inspect EMPTY", "PATH"),
         ("generate --load EMPTY --prompt x", "--load"),
+        ("export EMPTY x", "FOLDER"),
         ("convert --input EMPTY --to hf --output x", "--load/--input"),
         ("convert a --to hf --output EMPTY", "--output"),
         ("evaluate a --input b --output EMPTY", "--output"),
