@@ -1,5 +1,5 @@
-"""A group whose other ranks are not there, for layers on the meta device: its collectives leave results as they are,
-and can be counted.
+"""A group whose other ranks are not there. For layers on the meta device its collectives leave results as they are, and
+can be counted; for layers that compute, the others are taken to have the same numbers.
 """
 
 from __future__ import annotations
@@ -50,6 +50,27 @@ class _Nobody(Exchange):
         return _Done()
 
 
+class _Alike(Exchange):
+    """Takes every tensor. The others have the numbers of this rank, and sums are means, so that no number grows."""
+
+    def __init__(self) -> None:
+        """There is no shared memory."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        return True
+
+    def all_reduce(self, tensor: Tensor, op: str) -> SharedMemoryWork:
+        return _Done()
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> SharedMemoryWork:
+        output.view(-1).copy_(whole.view(-1)[: output.numel()])
+        return _Done()
+
+    def all_gather(self, output: Tensor, piece: Tensor) -> SharedMemoryWork:
+        output.view(-1, piece.numel()).copy_(piece.view(1, -1))
+        return _Done()
+
+
 class AbsentGroup(Group):
     """A group that no backend has made."""
 
@@ -60,3 +81,9 @@ def absent_group(size: int, sent: Sent = lambda name, nbytes: None) -> Group:
     """Rank 0 of a group of this size, without the others."""
     handle: Any = object()
     return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Nobody(sent))
+
+
+def alike_group(size: int) -> Group:
+    """Rank 0 of a group of this size, whose others have the same numbers: for layers that compute."""
+    handle: Any = object()
+    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Alike())

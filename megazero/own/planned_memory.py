@@ -108,8 +108,8 @@ class MeasuredStep:
     always: bool = True
 
     def wanted(self, run: Run) -> bool:
-        """Whether the memory of a run is measured: units are so as a whole, of which tp ranks have parts."""
-        return run.parallel.tp == 1 and (self.always or has_budgets(run) or run.offload.placement == AUTO)
+        """Whether the memory of a run is measured."""
+        return self.always or has_budgets(run) or run.offload.placement == AUTO
 
     def found(self, run: Run, device: torch.device, world_size: int, ranks_here: int) -> dict[str, Any]:
         """A `StepMemory` of a run as JSON holds it. The units run one at a time on the device. ranks_here: the ranks of

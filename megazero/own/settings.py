@@ -153,11 +153,6 @@ def run_of(
             f"run has {' and '.join(budgets)}: what the units of a model keep of a micro-batch is not known without "
             "example=, the micro-batches of a step"
         )
-    if (tp := source.settings.get("tp", 1)) != 1 and (budgets := sorted(source.settings.keys() & OF_MEASURED)):
-        problems.append(
-            f"run has tp {tp} and {' and '.join(budgets)}: units are measured as a whole, and tp ranks keep parts of "
-            "what a unit keeps"
-        )
     if kept is not None and (without_effect := sorted(source.settings.keys() & OF_OUR_OPTIMIZERS)):
         problems.append(f"run has {', '.join(without_effect)}: {optimizer} of torch has options of its own")
     unread = sorted(name for name in source.settings if name not in used)

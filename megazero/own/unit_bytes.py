@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from megazero.config.schema import Run
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
 from megazero.own.settings import dtype_of_all
-from megazero.own.unit_times import unit_tensors
+from megazero.own.unit_parts import UnitParts, cut_units
 from megazero.own.units.model import BatchTensors, Model, OwnUnit
 from megazero.own.units.refusals import micro_batches
 from megazero.own.units.stage import OwnBatch, OwnStage
@@ -75,7 +75,7 @@ OF_OTHERS = -1
 
 
 def unit_bytes(model: Model, batch: BatchTensors, run: Run, device: torch.device) -> OwnModelBytes:
-    """The bytes of each unit of a model on a device, in forward order.
+    """The bytes of each unit of a model on a device, in forward order: on one of tp ranks.
 
     batch: a micro-batch of a step. The model is as before behind it. Memory: one unit, and what it keeps for backward.
 
@@ -84,9 +84,9 @@ def unit_bytes(model: Model, batch: BatchTensors, run: Run, device: torch.device
     taken, dtype = micro_batches(batch, device)[0].tensors, dtype_of_all(run)
     units, sizes, handed = list[OwnUnitBytes](), list[int](), _Handed(None, ())
     # what a unit leaves in cycles is freed at no moment that is counted
-    with without_collections(), torch.enable_grad():
+    with without_collections(), torch.enable_grad(), cut_units(model, run) as parts:
         for unit in model.called_units:
-            measuring = _Measuring(unit, model, taken, run, device)
+            measuring = _Measuring(unit, parts, taken, run, device)
             with unit.without_trace(), ComputedStorages(lone_owners()) as storages:
                 measuring.measured(handed, storages, [*sizes])
                 measured, handed = measuring.measured(handed, storages, sizes)
@@ -156,12 +156,12 @@ class _Lives:
 class _Measuring:
     """One unit as a stage of its own."""
 
-    def __init__(self, unit: OwnUnit, model: Model, batch: BatchTensors, run: Run, device: torch.device) -> None:
+    def __init__(self, unit: OwnUnit, parts: UnitParts, batch: BatchTensors, run: Run, device: torch.device) -> None:
         again = run.parallel.recompute_granularity == "full"
-        is_last = unit is model.called_units[-1]
+        is_last = unit is parts.model.called_units[-1]
         self._stage = OwnStage([unit], has_loss=is_last, computes_again=again, keeps_buffers=False, device=device)
         self._batch, self._is_last = OwnBatch(batch), is_last
-        tensors = unit_tensors(unit, model, dtype_of_all(run), device)
+        tensors = parts.tensors(unit, device)
         self._tensors = {f"chunk.0.{name}": tensor for name, tensor in tensors.items()}
         self._of_others = (*tensors.values(), *batch.values())
         for tensor in {id(each): each for each in tensors.values() if each.requires_grad}.values():

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from megazero.config.schema import Run
 from megazero.mpu.bundle import Bundle, tensors_of, with_tensors
-from megazero.own.settings import dtype_of_all
+from megazero.own.unit_parts import cut_units
 from megazero.own.units.model import BatchTensors, Model, OwnUnit
 from megazero.own.units.refusals import micro_batches
-from megazero.own.units.stage import as_bundle, by_places, loss_of, named
-from megazero.own.units.taken_tensors import taken_dtype
-from megazero.own.units.values import InitialValues
+from megazero.own.units.stage import as_bundle, loss_of, named
 from megazero.system import device as devices
 from megazero.system.generators import torch_generators_kept
 
@@ -26,8 +24,8 @@ REPEATS = 4
 
 
 def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.device) -> list[float]:
-    """Seconds that the forward and the backward of each unit take on a device, in forward order. A forward that a
-    backward makes again counts twice.
+    """Seconds that the forward and the backward of each unit take on a device, in forward order: on one of tp ranks,
+    without messages. A forward that a backward makes again counts twice.
 
     batch: a micro-batch of a step. The model is as before behind it. Memory: one unit, and what it keeps for backward.
 
@@ -37,34 +35,16 @@ def unit_seconds(model: Model, batch: BatchTensors, run: Run, device: torch.devi
     hidden: Bundle | None = None
     seconds = list[float]()
     recomputes = run.parallel.recompute_granularity == "full"
-    with torch_generators_kept(device), torch.enable_grad():
+    with torch_generators_kept(device), torch.enable_grad(), cut_units(model, run) as parts:
         for unit in model.called_units:
             is_last = unit is model.called_units[-1]
-            tensors = unit_tensors(unit, model, dtype_of_all(run), device)
+            tensors = parts.tensors(unit, device)
             with unit.without_trace():
                 passes = [_passed(unit, tensors, hidden, taken, device, is_last=is_last) for _ in range(REPEATS)]
             forward, backward = min(each.forward for each in passes), min(each.backward for each in passes)
             seconds.append(forward * (2 if recomputes and not is_last else 1) + backward)
             hidden = passes[-1].made
     return seconds
-
-
-def unit_tensors(unit: OwnUnit, model: Model, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
-    """Parameters and buffers of a unit by the places where it has them, with their values in memory of their own.
-
-    dtype: of all parameters; None: each keeps its own.
-    """
-    values = InitialValues()
-    values.add(unit, model)
-
-    def made(name: str, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):
-            value = values.of(model.names[id(tensor)])
-        else:
-            value = values.of_buffer(unit, name.removeprefix("module.")) if tensor.is_meta else tensor
-        return value.detach().to(device, taken_dtype(tensor, dtype), copy=True).requires_grad_(tensor.requires_grad)
-
-    return by_places(unit, made)
 
 
 class _Pass(NamedTuple):

@@ -137,6 +137,61 @@ def sentences(draw: torch.Generator) -> Batch:
     return {"x": torch.randint(0, 500, (4, 32), generator=draw)}
 
 
+class CutWords(nn.Module):
+    tp_plan: Mapping[str, str] = {"words": "vocabulary"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(501, 72)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.words(batch["x"])
+
+
+class CutBlock(nn.Module):
+    """Attention whose heads tp ranks share, with dropout, and an MLP."""
+
+    tp_plan: Mapping[str, str] = {
+        "qkv": "column 3",
+        "heads": "divided",
+        "dry": "cut 1",
+        "out": "row",
+        "up": "column",
+        "down": "row",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out, self.dry = 6, nn.Linear(72, 216), nn.Linear(72, 72), nn.Dropout(0.1)
+        self.norms = nn.ModuleList([nn.LayerNorm(72), nn.LayerNorm(72)])
+        self.up, self.down = nn.Linear(72, 144), nn.Linear(144, 72, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        split = self.qkv(self.norms[0](hidden)).chunk(3, -1)
+        queries, keys, values = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in split)
+        weights = self.dry((queries @ keys.transpose(2, 3)).softmax(-1))
+        hidden = hidden + self.out((weights @ values).transpose(1, 2).flatten(2))
+        return hidden + self.down(F.gelu(self.up(self.norms[1](hidden))))
+
+
+class CutHead(nn.Module):
+    """With the table of the first unit."""
+
+    def __init__(self, words: nn.Embedding) -> None:
+        super().__init__()
+        self.out = nn.Linear(72, 501, bias=False)
+        self.out.weight = words.weight
+
+    def forward(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        scores, labels = self.out(hidden[:, :-1]), batch["x"][:, 1:]
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+
+
+def cut() -> list[nn.Module]:
+    first = CutWords()
+    return [first, *(CutBlock() for _ in range(4)), CutHead(first.words)]
+
+
 class Sized(NamedTuple):
     """A model whose tensors are large beside what nobody counts."""
 
@@ -155,6 +210,7 @@ MODELS: Mapping[str, Sized] = {
     "shared": Sized(shared, squared, rows, "x"),
     "convolutional": Sized(convolutional, entropy, pictures, "x"),
     "transformer": Sized(transformer, None, sentences, None),
+    "cut": Sized(cut, None, sentences, None),
 }
 FULL = {"recompute_granularity": "full"}
 RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -180,6 +236,14 @@ RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("transformer", 1, {"offload_optimizer": "cpu"}),
     ("transformer", 2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "late_update": True}),
     ("transformer", 1, {"offload_optimizer": "nvme", "offload_params": "nvme", "zero_stage": 3}),
+    ("cut", 2, {"tp": 2}),
+    ("cut", 2, {"tp": 2, **FULL}),
+    ("cut", 3, {"tp": 3, "zero_stage": 1}),
+    ("cut", 4, {"tp": 2, "zero_stage": 3}),
+    ("cut", 4, {"tp": 2, "pp": 2}),
+    ("cut", 4, {"tp": 2, "pp": 2, "virtual_stages": 2, "pipeline_schedule": "zb-v", "zero_stage": 1}),
+    ("cut", 4, {"tp": 2, "zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu", **FULL}),
+    ("cut", 2, {"tp": 2, "precision": "bf16", "offload_activations": "cpu:0.5"}),
     ("transformer", 1, {"offload_activations": "cpu"}),
     ("transformer", 1, {"offload_activations": "cpu:0.5", "offload_gradients": "cpu"}),
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.mpu.functional import copy_to_tp, gather_last, reduce_from_tp, split_last
 from megazero.mpu.grid import Group
@@ -39,9 +40,11 @@ class TensorParallelModules:
                 self._numbers[module, attribute] = getattr(module, attribute), part + (pads and rest > 0)
         self.modules = here & {*plan.words, *(module for module, _ in plan.divided)}
         self.is_cut = group.size > 1 and not plan.is_empty
-        for module, word in plan.words.items() if self.is_cut else ():
-            if module in here:
-                _become_parallel(module, word, self)
+        self._cut = [
+            (module, type(module), _become_parallel(module, word, self))
+            for module, word in (plan.words.items() if self.is_cut else ())
+            if module in here
+        ]
         self._set(whole=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelModules:
@@ -56,6 +59,14 @@ class TensorParallelModules:
             yield
         finally:
             self._set(whole=False)
+
+    def undo(self) -> None:
+        """Make the modules what they were."""
+        self._set(whole=True)
+        for module, kind, hook in self._cut:
+            hook.remove()
+            module.__class__ = kind
+            del module.word, module.tensor_parallel
 
     def whole_number(self, module: nn.Module, attribute: str) -> int:
         """What a divided attribute of a module is of the whole."""
@@ -198,7 +209,8 @@ PARALLEL: Mapping[str, type[_Parallel]] = {
 """By the word's kind, what a module becomes."""
 
 
-def _become_parallel(module: nn.Module, word: PlanWord, modules: TensorParallelModules) -> None:
+def _become_parallel(module: nn.Module, word: PlanWord, modules: TensorParallelModules) -> RemovableHandle:
+    """Returns its hook."""
     base = type(module)
     kind = PARALLEL[word.kind]
     bases: tuple[type, ...] = (kind, base)
@@ -208,7 +220,7 @@ def _become_parallel(module: nn.Module, word: PlanWord, modules: TensorParallelM
     assert isinstance(module, _Parallel)
     module.word, module.tensor_parallel = word, modules
     # a transformer layer of torch takes weights of its linears in evaluations, and not where one of them has a hook
-    module.register_forward_pre_hook(_nothing)
+    return module.register_forward_pre_hook(_nothing)
 
 
 def _nothing(module: nn.Module, given: Any) -> None:
