@@ -9,27 +9,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megazero.config.schema import OptimizerConfig
+from megazero.own.named_groups import OPTIONS
 from megazero.own.torch_rule import MakeOptimizer
 from megazero.own.units.refusals import learning_rate
 
 NO_OPTIONS = frozenset({"params", "param_names", "initial_lr"})
 """What torch keeps in a group beside the options of an update."""
-_OF_ADAM = {"weight_decay": ("weight_decay",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)}
-OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "adamw": _OF_ADAM,
-        "adam": _OF_ADAM,
-        "sgd": {"weight_decay": ("weight_decay",), "momentum": ("sgd_momentum",)},
-    }
-)
-"""The options of a group beside the rate, by one of our optimizers, and the fields of `OptimizerConfig` of each."""
 UNBUILT = frozenset("amsgrad maximize nesterov dampening momentum betas eps bias_correction adam_w_mode".split())
 """Options of optimizers of torch and DeepSpeed that a group may not have where our optimizer has none of this name."""
 Options = dict[str, Any]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megazero.mpu.bundle import MessageSpec
 from megazero.own.engine_state import EngineState, StepLoop, StepResult
+from megazero.own.named_groups import GivenGroups
 from megazero.own.opening import Opening, made_with, opening_of
 from megazero.own.planned_memory import MeasuredStep
 from megazero.own.shaped_engine import ShapedEngine
@@ -138,6 +139,7 @@ def engine(
     *,
     timed: BatchTensors | None = None,
     example: GivenBatches | None = None,
+    groups: GivenGroups | None = None,
 ) -> Engine:
     """A model in training. All ranks call it: those that torchrun started, or of torch's default process group.
 
@@ -153,6 +155,9 @@ def engine(
     example    micro-batches of a step, as `step` takes them: rank 0 measures with the first what each unit keeps of it,
                so that the memory of a step is known (`planned_memory`), and held to budgets of the run. None: that of
                the model state alone is known, and there are no budgets
+    groups     from patterns of parameters' names to options of their updates: `lr_factor`, by which the learning rate
+               of each step is multiplied, `weight_decay`, `betas`, `eps`, `momentum`, or those of the optimizer of
+               torch. The first pattern that a name fits counts. A parameter that none fits has the optimizer's
 
     A collective of all ranks. Raises ConfigError with everything that is wrong, and TypeError for another model.
     """
@@ -163,7 +168,7 @@ def engine(
         )
     time_units = None if timed is None else partial(unit_seconds, model, timed)
     measure = None if example is None else _measured_with(model, example)
-    opening = opening_of(model, optimizer, lr, run, time_units=time_units, measure=measure)
+    opening = opening_of(model, optimizer, lr, run, time_units=time_units, measure=measure, named=groups)
     return made_with(opening, lambda opening: Engine(model, opening))
 
 

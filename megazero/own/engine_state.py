@@ -119,7 +119,8 @@ class EngineState:
             "begin with other values: seed torch alike on all of them": values_digest(model),
         }
         rule = "" if opening.rule is None else opening.rule.words
-        digests["have other settings, or options of the optimizer"] = settings_digest(run, rule, opening.lr)
+        grouped = "" if opening.groups is None else opening.groups.words
+        digests["have other settings, or options of the optimizer"] = settings_digest(run, rule + grouped, opening.lr)
         require_alike(digests, grid)
         becomes_whole = loop is not None and whole_steps(run.offload)
         untrained = values_digest(model, trained=False) if becomes_whole else 0
@@ -221,7 +222,12 @@ class EngineState:
             reports=reports,
             stops=lambda: False,
             values=self.state.owed.take(),
+            groups=self.groups_at(self.lr),
         )
+
+    def groups_at(self, lr: float) -> tuple[Mapping[str, Any], ...]:
+        """The options of groups of parameters in a step with this learning rate; (): all have the same."""
+        return () if self._opening.groups is None else self._opening.groups.at(lr)
 
     def _end_step(self, end: TrainingStepEnd) -> StepResult:
         """Count a step whose list is over."""

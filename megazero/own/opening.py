@@ -15,6 +15,7 @@ from megazero.config.schema import Run
 from megazero.launch import world_of
 from megazero.mpu.axes import SharingAxes
 from megazero.mpu.grid import ProcessGrid
+from megazero.own.named_groups import GivenGroups, NamedGroups, named_groups
 from megazero.own.planned_memory import MeasuredStep, PlannedMemory, StepMemory
 from megazero.own.planned_state import OwnChunks
 from megazero.own.rank_units import sharing_stages
@@ -43,6 +44,8 @@ class Opening:
     files  where columns are that leave the device for disks; None: none does
     group_of
            the number of each parameter's group by its name, where options differ; None: all parameters have the same
+    groups
+           those that patterns of names make; None: there are none, or a program has others
     memory
            what is known of the memory of a step; None: an engine has the modules already
     """
@@ -50,9 +53,16 @@ class Opening:
     def __init__(self, run: Run, lr: float, rule: TorchRule | None) -> None:
         self.run, self.lr, self.rule = run, lr, rule
         self.group_of: Mapping[str, int] | None = None
+        self.groups: NamedGroups | None = None
         self.grid: ProcessGrid
         self.files: StateFiles | None
         self.memory: PlannedMemory | None = None
+
+    def take_groups(self, groups: NamedGroups, optimizer: str | MakeOptimizer) -> None:
+        """Have groups by patterns of names. optimizer: what was given. Raises ConfigError as `TorchRule`."""
+        self.groups, self.group_of = groups, groups.number_of
+        if not isinstance(optimizer, str):  # its trial is of each group's options
+            self.rule = TorchRule(optimizer, groups.options)
 
     def enter(self, contexts: ExitStack, grid: ProcessGrid, files: StateFiles | None) -> None:
         """Take over process groups and files with the contexts that end them."""
@@ -95,6 +105,7 @@ def opening_of(
     time_units: TimeUnits | None = None,
     groups: Sequence[Mapping[str, Any]] = ({},),
     measure: MeasuredStep | None = None,
+    named: GivenGroups | None = None,
 ) -> Opening:
     """What an engine of these units needs. A collective of all ranks.
 
@@ -103,6 +114,7 @@ def opening_of(
     time_units  called on rank 0, by whose times units are divided among stages; None: by numbers of parameters
     groups      options of groups of parameters that an optimizer of torch has, as `TorchRule` takes them
     measure     called on rank 0, and by its peaks the run is held to its budgets; None: the run has none
+    named       groups of parameters by patterns of their names, with options
 
     Otherwise as `own.engine.engine`.
     """
@@ -116,7 +128,10 @@ def opening_of(
         timed = time_units is not None
         has = {"timed": timed, "measured": measure is not None}
         resolved_run = run_of(run or {}, name, units, environment.world_size, kept, lr=rate, loop=loop, **has)
-        return Opening(resolved_run, rate, rule)
+        opening = Opening(resolved_run, rate, rule)
+        if named is not None:
+            opening.take_groups(named_groups(named, units, rule or resolved_run.optimizer), optimizer)
+        return opening
 
     opening = result_on_all_ranks(resolved, meeting)
     units.keep_dtypes(keeps=dtype_of_all(opening.run) is None)

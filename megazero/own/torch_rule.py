@@ -42,7 +42,8 @@ class TorchRule:
     groups   for each group of parameters the options that are others than those of `make`
 
     lr       the learning rate that it was made with
-    words    its class and its other options
+    options  its other options, by name
+    words    its class and these
     columns  of the model state, by its own names of its state tensors
 
     Raises ConfigError for an optimizer that ranges cannot have, and says why.
@@ -65,8 +66,8 @@ class TorchRule:
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError([f"optimizer makes a {type(made).__name__}: a torch.optim.Optimizer is needed"])
         self.name = type(made).__name__
-        options = {name: value for name, value in made.param_groups[0].items() if name not in ("params", "lr")}
-        self.words = f"{self.name}({', '.join(f'{name}={value}' for name, value in sorted(options.items()))})"
+        self.options = {name: value for name, value in made.param_groups[0].items() if name not in ("params", "lr")}
+        self.words = f"{self.name}({', '.join(f'{name}={value}' for name, value in sorted(self.options.items()))})"
         self.words += "".join(f" {sorted(group.items())}" for group in groups if group)
         if len(made.param_groups) != 1 or len(made.param_groups[0]["params"]) != len(parameters):
             raise self._refused(

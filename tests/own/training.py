@@ -62,6 +62,7 @@ def trained_with(
     evaluates_each: bool = False,
     timed: Batch | None = None,
     example: Sequence[Batch] | None = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Trained:
     """What this rank's engine makes of a case.
 
@@ -71,13 +72,14 @@ def trained_with(
     load, save      folders with checkpoints, in front of these steps and behind them
     evaluates_each  whether there is an evaluation behind each step, of which the steps have no trace, and not behind
                     the last one alone
-    timed, example  as of an engine
+    timed, example, groups
+                    as of an engine
     """
     steps = range(case.steps) if steps is None else steps
     made, evaluated = list[megazero.StepResult](), torch.tensor(0.0)
     with TemporaryDirectory() as folder:
         disks = {"nvme_path": [folder]} if "nvme" in str(run) else {}
-        fields, measured = {**run, **disks}, {"timed": timed, "example": example}
+        fields, measured = {**run, **disks}, {"timed": timed, "example": example, "groups": groups}
         with megazero.engine(model or model_of(case), optimizer, lr, fields, **measured) as engine:
             if load is not None:
                 assert engine.load(load) is not None and engine.steps == steps.start

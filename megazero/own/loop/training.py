@@ -22,6 +22,7 @@ from megazero.own.engine import Engine
 from megazero.own.loop.model_run import OwnBatches, OwnJob, own_job
 from megazero.own.loop.model_steps import Beginning, ModelLoop
 from megazero.own.loop.samples import Collate, OwnSource, SampleContents, SampleSource
+from megazero.own.named_groups import GivenGroups
 from megazero.own.opening import Opening, TimeUnits, opening_of
 from megazero.own.planned_memory import MeasuredStep
 from megazero.own.settings import LoopSettings
@@ -58,6 +59,7 @@ def training(
     collate: Collate | None = None,
     shuffle: bool = False,
     timed: bool = False,
+    groups: GivenGroups | None = None,
     train_data: Rows | None = None,
     valid_data: Any = None,
     tokenizer: Tokenizer | None = None,
@@ -91,12 +93,12 @@ def training(
     shuffle     whether each pass over `data` has an order of its own, which depends on `seed` and the pass
     timed       whether rank 0 measures with the first samples how long each unit takes, and units are divided among
                 stages by these times
-    optimizer   as of `engine`. The rate of each step is that of the run: `lr`, warm-up and decay
+    optimizer   as of `engine`, and so is `groups`. The rate of each step is that of the run: `lr`, warm-up and decay
     """
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
     if model is None:
         own_rule = None if optimizer == "adamw" else optimizer
-        _require_unset(data=data, optimizer=own_rule, collate=collate, shuffle=shuffle, timed=timed)
+        _require_unset(data=data, optimizer=own_rule, collate=collate, shuffle=shuffle, timed=timed, groups=groups)
         return api.training(
             run,
             train_data=train_data,
@@ -115,6 +117,7 @@ def training(
         shuffle,
         timed,
         {"train_data": train_data, "tokenizer": tokenizer},
+        groups,
     )
     return api.NotBegun(_training(run, model, optimizer, arguments))
 
@@ -132,6 +135,7 @@ class ModelArguments:
 
     given        data, functions and signals
     of_families  arguments of megazero's families, by name
+    groups       of parameters
     """
 
     given: api.Arguments
@@ -139,6 +143,7 @@ class ModelArguments:
     shuffle: Any
     timed: Any
     of_families: Mapping[str, Any]
+    groups: GivenGroups | None
 
     def problems(self) -> list[str]:
         """One sentence for each argument that cannot be used."""
@@ -213,6 +218,7 @@ def _training(
             signals,
             arguments.seconds_of(model),
             measure=arguments.measured(model),
+            named=arguments.groups,
         ) as opening,
     ):
         data, beginning = _data_of(opening, arguments)
