@@ -22,6 +22,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.mpu.parameter import Parameter, own_box, spec_of
 from megazero.optim.loss_scale import LossScaler
+from megazero.own.activation_files import activation_files
 from megazero.own.opening import Opening
 from megazero.own.rank_units import PlacedModel, place_model, require_free, structure_digest, values_digest
 from megazero.own.saved import (
@@ -32,7 +33,7 @@ from megazero.own.saved import (
     require_same_optimizer,
     saved_model,
 )
-from megazero.own.settings import dtype_of_all, settings_digest
+from megazero.own.settings import alike, dtype_of_all, settings_digest
 from megazero.own.tensor_parallel.boxes import whole_of
 from megazero.own.units.model import Unit, Units
 from megazero.own.units.parameter_shape import ParameterShape
@@ -143,10 +144,8 @@ class EngineState:
         self.steps = 0
         self._fill(placed.values)
         self.checkpoints = OwnCheckpoints(run, grid, self.optimizer, placed.inventory, placed.chunks)
-        # nobody knows yet what a unit keeps for its backward: a share of it that leaves the device is one of the units
-        shape = self.state.shape.keeping([[1] * len(stage.units()) for stage in self.stages])
-        self._lists = step_lists(run, grid.at.pp, shape)
-        self._activations = host_activations(run, grid.device)
+        self._lists = step_lists(run, grid.at.pp, alike(self.state.shape, run, begins=grid.at.pp == 0))
+        self._activations = host_activations(run, grid.device, activation_files(run, grid, opening))
         self._channels = Channels(grid, and_back=chunks_of(run).and_back)
         # where a rank has the only numbers of a weight, and updates them in place, a program may change them
         alone = run.parallel.zero_stage == 0 and not run.offload.offload_optimizer and not run.parallel.late_update

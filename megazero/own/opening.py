@@ -69,6 +69,10 @@ class Opening:
         self.grid, self.files, self._ends = grid, files, contexts.pop_all()
         self._leaves = weakref.finalize(self, _leave, self._ends)
 
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call this when the opening ends, however it does, in front of what it has had before."""
+        self._ends.callback(close)
+
     def leave_first(self) -> None:
         """Where nobody closes it, remove the files before the lanes end that were made since then: at the end of the
         process what was made last ends first.

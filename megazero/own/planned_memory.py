@@ -4,7 +4,7 @@ step takes in every tier, which is held to the budgets of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -25,11 +25,13 @@ from megazero.own.settings import computed_again, placed_by, run_problems, with_
 from megazero.own.unit_bytes import OwnModelBytes, unit_bytes
 from megazero.own.unit_times import unit_seconds
 from megazero.own.units.model import BatchTensors, Model
+from megazero.pipeline.kept_disks import too_small
 from megazero.plan.budget_changes import BudgetSearch, MemoryChange, set_field, smaller_buckets
 from megazero.plan.budgets import budgets_of, excess_problems, fullest, has_budgets, shortened
 from megazero.plan.rank_state import StageBytes
 from megazero.plan.search import SearchLimits
-from megazero.plan.step_memory import TierPeaks, rank_words, run_memories
+from megazero.plan.step_memory import StageMemory, TierPeaks, rank_words, run_memories
+from megazero.program.passes.leaving import LEAST_BUFFERS
 from megazero.report.banner import stage_table, zero_words
 from megazero.telemetry.units import size
 from megazero.train.api import naming_fields
@@ -134,13 +136,27 @@ class MeasuredStep:
                 choice = chosen_for(own, planned, axes, device.type, seconds, room)
             settings = {name: plain_value(value) for name, value in choice.settings}
             run, planned, told = placed_by(run, settings), placed_by(planned, settings), choice.told
-        peaks = [stage.peaks for stage in run_memories(planned, axes, device.type, own)]
+        memories = run_memories(planned, axes, device.type, own)
+        if too_large := _buffer_problems(planned, memories):
+            raise ConfigError([*map(fields_for_flags, too_large)])
+        peaks = [stage.peaks for stage in memories]
         budgets, enough = budgets_of(run, device.type), shortened(planned, axes)
         changes = partial(_OwnChanges, own, axes_for, enough, world_size, device.type, budgets)
         if has_budgets(run) and (problems := excess_problems(peaks, budgets, axes, changes)):
             with naming_fields():
                 raise ConfigError(problems)
         return asdict(StepMemory(settings, tuple(peaks), told))
+
+
+def _buffer_problems(run: Run, memories: Sequence[StageMemory]) -> list[str]:
+    """A sentence if nvme_buffer_bytes does not hold the buffers of activations on their way to files."""
+    size, room = max(stage.activations.buffer_bytes for stage in memories), run.offload.nvme_buffer_bytes
+    if LEAST_BUFFERS * size <= room:
+        return []
+    return [
+        f"--offload-activations {run.offload.offload_activations}: a unit keeps up to {size:,} bytes of a micro-batch, "
+        f"rounded up: {too_small(room, size)}"
+    ]
 
 
 class _OwnChanges(BudgetSearch):
@@ -163,9 +179,12 @@ class _OwnChanges(BudgetSearch):
         return not [*run_problems(run, self._world, len(self._model.chunks.names))]
 
     def peaks(self, run: Run) -> tuple[TierPeaks, ...] | None:
-        """None of a run whose units cannot compute so: with recompute_granularity one that changes its input."""
+        """None of a run whose units cannot compute so: with recompute_granularity one that changes its input. Neither
+        are there any where buffers do not hold what goes to files.
+        """
         try:
-            return tuple(stage.peaks for stage in run_memories(run, self._axes_for(run), self._kind, self._model))
+            memories = run_memories(run, self._axes_for(run), self._kind, self._model)
+            return None if _buffer_problems(run, memories) else tuple(stage.peaks for stage in memories)
         except (ConfigError, ValueError):
             return None
 

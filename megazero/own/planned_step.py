@@ -13,9 +13,11 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.own.planned_state import OwnChunks, OwnRankState
+from megazero.own.settings import alike
 from megazero.own.unit_bytes import OwnModelBytes, OwnUnitBytes
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.planned_model import StageSizes
+from megazero.program.instruction import LEAVE, Instruction
 from megazero.program.memory import HiddenBytes, UnitSizes
 from megazero.program.shape import RankShape
 
@@ -46,12 +48,17 @@ class OwnPlannedModel:
 
     def listed(self, shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
         """As an engine makes its list: a share of activations that leave the device is one of the units."""
-        return shape.keeping([[1] * len(units) for units in shape.units])
+        return alike(shape, run, begins=stage == 0)
 
     def walked(self, shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
         if not run.offload.offload_activations:
             return shape
-        return shape.keeping([[unit.input + unit.kept for unit in units] for units in self._units(run, stage)])
+        return shape.keeping(
+            [[unit.input + unit.kept - unit.stays for unit in units] for units in self._units(run, stage)]
+        )
+
+    def largest_written(self, instructions: Sequence[Instruction], shape: RankShape) -> int:
+        return max((shape.kept_by(i.chunk, i.units) for i in instructions if i.op == LEAVE), default=0)
 
     def sizes(self, run: Run, axes: Axes, stage: int, kind: str) -> StageSizes:
         every = [self._chunk(run, number).entering for number in range(len(self.chunks.chunks))]
@@ -121,9 +128,14 @@ class OwnChunk:
                 forward=unit.forward,
                 backward=unit.backward,
                 deferred=sum(own.values()),
+                stays=self._stay(unit, kept),
             )
             for unit, own, kept in zip(self.units, self.trained, self._kept_before, strict=True)
         )
+
+    def _stay(self, unit: OwnUnitBytes, kept_before: set[int]) -> int:
+        """Bytes among what counts as a unit's that another unit, or a message, has too when it is to leave."""
+        return sum(self.handed[n] for n in unit.holds if n in unit.hands and n not in kept_before)
 
     def waiting(self, unit: int, units: range) -> int:
         """Bytes of gradients that wait while the backward of a unit of these runs: of parameters that a later one has

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megazero.config.derive import whole_steps
+from megazero.config.derive import whole_steps, writes_activations
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.dump import run_dict
 from megazero.config.flags import fields_for_flags
@@ -22,6 +22,8 @@ from megazero.config.source import ConfigError, ConfigSource
 from megazero.config.validate import problems_of
 from megazero.own.units.model import Units
 from megazero.pipeline.partition import partition
+from megazero.program.passes.leaving import LEAST_BUFFERS, PAGE, SPARE, buffer_bytes
+from megazero.program.shape import RankShape
 from megazero.train.api import Given, settings_of
 
 USED = frozenset(
@@ -233,19 +235,31 @@ def _loop_problems(run: Run) -> Iterator[str]:
 
 def _activation_problems(run: Run) -> Iterator[str]:
     """What of a model of modules cannot leave the device."""
-    leaves = run.offload.offload_activations
-    if not leaves:
-        return
-    if leaves.in_files or leaves.units:
+    leaves, room = run.offload.offload_activations, run.offload.nvme_buffer_bytes
+    if leaves.units:
         yield (
-            f"offload_activations is '{leaves}': what a module keeps is not known before it computes, so that it goes "
-            "to host memory ('cpu', or a share of the units, such as 'cpu:0.5')"
+            f"offload_activations is '{leaves}': units of a list have no names that a flag knows. It is a tier, or a "
+            f"share of the units, such as '{leaves.tier.value}:0.5'"
         )
-    if run.parallel.recompute_granularity == "full":
+    if leaves.in_files and room < (least := LEAST_BUFFERS * buffer_bytes(1)):
         yield (
-            "offload_activations with recompute_granularity 'full': of a unit that is computed again its input alone "
-            "is kept, and stays on the device"
+            f"nvme_buffer_bytes {room} does not hold {LEAST_BUFFERS} buffers, through which offload_activations "
+            f"'{leaves}' passes; nearest: nvme_buffer_bytes {least}"
         )
+
+
+def alike(shape: RankShape, run: Run, *, begins: bool) -> RankShape:
+    """The shape of a rank for its lists. Nobody knows yet what a unit keeps for its backward: a share of activations
+    that leaves the device is one of the units. On their way to files each counts as the most that a unit may keep: so
+    a list has as few buffers as there may be. begins: whether the rank has the first chunk of the model, whose first
+    unit keeps nothing if it is computed again from the micro-batch.
+    """
+    in_quarter = run.offload.nvme_buffer_bytes // LEAST_BUFFERS // PAGE * PAGE - SPARE
+    size = max(1, in_quarter) if writes_activations(run) else 1
+    kept = [[size] * len(units) for units in shape.units]
+    if begins and run.parallel.recompute_granularity == "full" and sum(map(len, kept)) > 1:
+        kept[0][0] = 0
+    return shape.keeping(kept)
 
 
 def _timing_problems(run: Run) -> Iterator[str]:

@@ -42,6 +42,7 @@ class OwnUnitBytes:
               its input not
     inner     the same with its output's gradient, which goes when it is used, of a unit that is one graph with the next
     takes     numbers of the tensors that it takes of the unit before
+    hands     of those that it hands on
     holds     of those among these, and those that it hands on, that it keeps
     gradients
               bytes of the gradients of its input
@@ -52,6 +53,7 @@ class OwnUnitBytes:
     backward: int
     inner: int
     takes: tuple[int, ...]
+    hands: tuple[int, ...]
     holds: tuple[int, ...]
     gradients: int
 
@@ -211,7 +213,8 @@ class _Measuring:
             handed_on, holds = _Handed(None, ()), tuple(number for number in holds if number < first)
             del sizes[first:]
         of_gradients = sum(each.nbytes for each in handed.tensors if each.requires_grad)
-        return OwnUnitBytes(kept, forward, backward, 0, handed.own_numbers, holds, of_gradients), handed_on
+        numbers = handed.own_numbers, handed_on.own_numbers, holds
+        return OwnUnitBytes(kept, forward, backward, 0, *numbers, of_gradients), handed_on
 
     @staticmethod
     def _numbered(made: Bundle, known: dict[int, int], sizes: list[int]) -> _Handed:

@@ -81,6 +81,9 @@ class KeptGraph(Protocol):
 class ActivationActions(Protocol):
     """A memory for what leaves the device."""
 
+    def expect(self, pieces: int) -> None:
+        """Called before a pass, with the most graphs that are in files at a time in it; 0: none goes there."""
+
     def graph(self, name: str) -> KeptGraph:
         """A graph whose activations will leave. name: in words, for errors."""
 

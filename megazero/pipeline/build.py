@@ -36,7 +36,7 @@ from megazero.pipeline.actions import ActivationActions, StateActions
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine, ReplayedGradients
 from megazero.pipeline.kept import HostActivations
-from megazero.pipeline.kept_disks import ActivationDisks
+from megazero.pipeline.kept_disks import ActivationDisks, GrowingDisks
 from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
 from megazero.program.instruction import Instruction
@@ -267,7 +267,9 @@ def build_engine(
     return PipelineEngine(list(stages), grid, lists, messages, channels, state, host, computed)
 
 
-def host_activations(run: Run, device: torch.device, disks: ActivationDisks | None = None) -> HostActivations | None:
+def host_activations(
+    run: Run, device: torch.device, disks: ActivationDisks | GrowingDisks | None = None
+) -> HostActivations | None:
     """Where the activations of a run wait for their backward (--offload-activations); None: on the device. disks: where
     they go on from host memory.
     """

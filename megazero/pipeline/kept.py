@@ -13,6 +13,10 @@ the stream that has waited for the copy, and memory for a copy back is taken fro
 
 From host memory it may go on to disks (`pipeline.kept_disks`). Then host memory is a few buffers of one size. What does
 not fit into one of them stays on the device.
+
+What no copy of bytes brings back as it was stays, too: tensors that are not strided, lazy conjugates, subclasses, and
+what lies on another device. Autograd compares no versions of what hooks save, so that is done here: a tensor that was
+changed in place since would make a wrong gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megazero.config.tiers import Tier
-from megazero.pipeline.kept_disks import FLAG, ActivationDisks, WrittenGraph
+from megazero.pipeline.kept_disks import FLAG, ActivationDisks, GrowingDisks, WrittenGraph
 from megazero.program.instruction import ACTIVATION_READS, ACTIVATION_WRITES, LEAVE, Free, Kind, Piece, TierMove
 from megazero.system.host_copies import CopyError, CopyLane, HostBuffers, PairCopier
 
@@ -42,21 +46,34 @@ class _Saved:
     tensor: itself, without a history; None while its memory is on the host.
     """
 
-    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "tensor")
+    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor.detach()  # an output's own history would be a cycle
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.version = tensor._version
         self.dtype = tensor.dtype
+        if tensor.layout is torch.strided:
+            self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def place(self, memory: Tensor) -> None:
         """Make the tensor a view of this memory, uint8."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         self.tensor = empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        self.version = self.tensor._version
+
+    def require_same(self) -> None:
+        """Raise RuntimeError, as autograd does, if the tensor was changed in place since it was saved."""
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {self.dtype} and shape {[*self.tensor.shape]} is at version {self.tensor._version}, and "
+                f"was saved for backward at version {self.version}"
+            )
 
 
 def _unpack(saved: _Saved) -> Tensor:
     assert saved.tensor is not None, "a backward reads activations that are on the host"
+    saved.require_same()
     return saved.tensor
 
 
@@ -79,9 +96,13 @@ class HostActivations:
     nowhere.
     """
 
-    def __init__(self, device: torch.device, disks: ActivationDisks | None = None) -> None:
+    def __init__(self, device: torch.device, disks: ActivationDisks | GrowingDisks | None = None) -> None:
         self.device, self.disks = device, disks
-        self.buffers = HostBuffers(device, FLAG) if disks is None else HostBuffers(device, FLAG, disks.store.allocate)
+        self.buffers = HostBuffers(device, FLAG)
+        self._buffers_of: ActivationDisks | None = None
+        """The disks that read and write the buffers."""
+        if isinstance(disks, ActivationDisks):
+            self.pass_through(disks)
         self.to_host: PairCopier = CopyLane(device, "to host memory")
         self.to_device: PairCopier = CopyLane(device, "to the device")
 
@@ -89,12 +110,22 @@ class HostActivations:
         """What one graph keeps. name: in words, for errors."""
         return KeptTensors(self, name)
 
+    def expect(self, pieces: int) -> None:
+        """See `pipeline.actions.ActivationActions`."""
+        if self.disks is not None:
+            self.disks.expect(pieces, self.device)
+
+    def pass_through(self, disks: ActivationDisks) -> None:
+        """Have buffers of these disks from now on. Graphs that are away have others until they are back."""
+        if self._buffers_of is not disks:
+            self._buffers_of, self.buffers = disks, HostBuffers(self.device, FLAG, disks.store.allocate)
+
     def close(self) -> None:
         """End the lanes, and free the host memory once no copy uses it."""
         self.to_host.close()
         self.to_device.close()
         if self.disks is not None:
-            self.disks.store.close(remove=True)
+            self.disks.close()
         self.buffers.clear()
 
 
@@ -107,7 +138,8 @@ class KeptTensors:
         """By the address of their memory. It cannot be used again while one of them is alive."""
         self._pieces: list[_Piece] = []
         self._buffer: Tensor | None = None
-        self._on_disk = None if host.disks is None else WrittenGraph(host.disks, host.device, name)
+        self._buffers = host.buffers
+        self._on_disk: WrittenGraph | None = None
         self._copies: Callable[[], None] | None = None
 
     @contextmanager
@@ -118,8 +150,7 @@ class KeptTensors:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
-        address = tensor.untyped_storage().data_ptr()
-        if address:
+        if _is_plain(tensor, self._host.device) and (address := tensor.untyped_storage().data_ptr()):
             self._saved.setdefault(address, []).append(weakref.ref(saved))
         return saved
 
@@ -131,23 +162,31 @@ class KeptTensors:
         """Start to copy what nobody else holds. Raises RuntimeError where there is no host memory."""
         leaving: list[tuple[tuple[weakref.ref[_Saved], ...], Tensor]] = []
         for views in self._saved.values():
-            tensors = [saved.tensor for view in views if (saved := view()) is not None]
+            saved_here = [saved for view in views if (saved := view()) is not None]
+            tensors = [saved.tensor for saved in saved_here]
             if tensors and tensors[0] is not None and _owners(tensors[0]) == len(tensors):
+                for saved in saved_here:
+                    saved.require_same()
                 leaving.append((tuple(views), _flat(tensors[0])))
-            del tensors
+            del tensors, saved_here
         self._saved.clear()
         room = sum(_aligned(memory.nbytes) for _, memory in leaving)
-        if self._on_disk is not None:
-            room = self._on_disk.disks.buffer_bytes
+        if self._host.disks is not None:
+            if not leaving:
+                return
+            disks = self._host.disks.holding(room, sum(memory.nbytes for _, memory in leaving), self._name)
+            room, self._on_disk = disks.buffer_bytes, WrittenGraph(disks, self._host.device, self._name)
             leaving = [pair for pair in leaving if pair[1].nbytes <= room]
             if not leaving or not self._on_disk.reserve():
                 return
+            self._host.pass_through(disks)
+        self._buffers = self._host.buffers
         pairs: list[tuple[Tensor, Tensor]] = []
         at = 0
         for views_of, memory in leaving:
             if at + memory.nbytes > room:
                 continue
-            self._buffer = self._host.buffers.take(room) if self._buffer is None else self._buffer
+            self._buffer = self._buffers.take(room) if self._buffer is None else self._buffer
             self._pieces.append(_Piece(views_of, at, memory.nbytes))
             pairs.append((self._copy_of(self._pieces[-1]), memory))
             at += _aligned(memory.nbytes)
@@ -187,13 +226,13 @@ class KeptTensors:
         """Give the buffer back once it is written. Raises DiskError."""
         if self._buffer is not None:
             self._disk.wait()
-            self._host.buffers.give(self._buffer)
+            self._buffers.give(self._buffer)
             self._buffer = None
 
     def read(self) -> None:
         """Take a buffer, and start to read into it."""
         if self._pieces:
-            self._buffer = self._host.buffers.take(self._disk.disks.buffer_bytes)
+            self._buffer = self._buffers.take(self._disk.disks.buffer_bytes)
             self._disk.read(self._buffer)
 
     @property
@@ -206,7 +245,7 @@ class KeptTensors:
         self._wait()
         self._pieces.clear()
         if self._buffer is not None:
-            self._host.buffers.give(self._buffer)
+            self._buffers.give(self._buffer)
             self._buffer = None
 
     def _wait(self) -> None:
@@ -230,6 +269,13 @@ _MOVES: Mapping[Kind, Callable[[KeptTensors], None]] = MappingProxyType(
     }
 )
 """What the instructions of `ACTIVATION_MOVES` do."""
+
+
+def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor on this device is its bytes, shape and strides."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return tensor.device.type == device.type and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _owners(tensor: Tensor) -> int:

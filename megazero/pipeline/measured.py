@@ -66,6 +66,11 @@ class UnitBytes:
     deferred: int
 
     @property
+    def stays(self) -> int:
+        """Of what it keeps where that leaves the device: another unit has none of it."""
+        return 0
+
+    @property
     def saved(self) -> int:
         """Of all that it keeps from its forward to its backward."""
         return self.input + self.kept

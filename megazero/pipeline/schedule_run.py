@@ -36,6 +36,7 @@ from megazero.program.instruction import (
     Op,
 )
 from megazero.program.passes.cut import Pass, units_of
+from megazero.program.passes.leaving import most_pieces
 from megazero.program.shape import RankShape
 
 
@@ -201,6 +202,8 @@ class ScheduleRun:
         if loss_factor is not None:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions if i.is_compute}
+        if self.parts.host is not None:
+            self.parts.host.expect(most_pieces(instructions))
         for i in instructions:
             if i.op == LEAVE:
                 assert self.parts.host is not None, "nothing takes what leaves the device"
@@ -268,8 +271,11 @@ class ScheduleRun:
             return hidden, tuple(each.requires_grad for each in tensors_of(hidden))
         if i.model_chunk == 0:
             return None, ()
-        spec = self.parts.messages[i.model_chunk - 1]
-        return spec.bundle(self._arrived(False, where)), tuple(each.graded for each in spec.tensors)
+        spec, arrived = self.parts.messages[i.model_chunk - 1], self._arrived(False, where)
+        if len(arrived) > 1 and self._key(i) in self.kept:
+            # They share the memory of their message: one that travels on would have all of them stay.
+            arrived = tuple(each.clone() for each in arrived)
+        return spec.bundle(arrived), tuple(each.graded for each in spec.tensors)
 
     def _backward(self, i: Instruction) -> None:
         units, count = self._units(i), len(self.parts.shape.units[i.chunk])

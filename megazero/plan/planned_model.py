@@ -18,7 +18,9 @@ from megazero.pipeline.measured import UnitBytes
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
 from megazero.plan.rank_state import RankState, stage_state
 from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.program.instruction import Instruction
 from megazero.program.memory import GraphMemory, HiddenBytes, UnitMemory
+from megazero.program.passes.leaving import largest_unit
 from megazero.program.shape import RankShape
 from megazero.system import device as devices
 
@@ -60,6 +62,9 @@ class PlannedModel(Protocol):
     def walked(self, shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
         """A stage's shape with what units keep, by which the bytes of its list are counted."""
 
+    def largest_written(self, instructions: Sequence[Instruction], shape: RankShape) -> int:
+        """The most bytes of a graph that a list writes to files. shape: of `walked`."""
+
     def sizes(self, run: Run, axes: Axes, stage: int, kind: str) -> StageSizes:
         """The bytes of a stage's activations."""
 
@@ -78,6 +83,9 @@ class FamilyModel:
 
     def walked(self, shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
         return shape
+
+    def largest_written(self, instructions: Sequence[Instruction], shape: RankShape) -> int:
+        return largest_unit(shape.kept)
 
     def sizes(self, run: Run, axes: Axes, stage: int, kind: str) -> StageSizes:
         """Raises ConfigError as `plan.recompute.recompute_table` does."""

@@ -117,9 +117,10 @@ class StageLists:
         """What of the activations of a stage's list goes to files."""
         step = self.of(stage)
         written = sum(i.op in ACTIVATION_WRITES for i in step.instructions)
-        if not written:
+        largest = self.model.largest_written(step.instructions, step.shape) if written else 0
+        if not largest:
             return ActivationPieces()
-        size = buffer_bytes(largest_unit(step.shape.kept))
+        size = buffer_bytes(largest)
         to_disks = ActivationPieces(size, most_pieces(step.instructions), written)
         tier = self.run.offload.offload_activations.tier
         return replace(to_disks, files=file_bytes(self.run, tier, to_disks.pieces), buffers=buffers_of(tier))

@@ -23,6 +23,7 @@ class UnitMemory(Protocol):
     backward  the most that its backward holds, what it keeps and its input's gradient included, and its output's
               gradient and its input not
     deferred  what it keeps from the input's half of a split backward to the weights' half
+    stays     of its input and of what it keeps: on the device where the rest leaves it, as somebody else has it too
     """
 
     @property
@@ -35,6 +36,8 @@ class UnitMemory(Protocol):
     def backward(self) -> int: ...
     @property
     def deferred(self) -> int: ...
+    @property
+    def stays(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class UnitSizes:
     forward: int = 0
     backward: int = 0
     deferred: int = 0
+    stays: int = 0
 
 
 class GraphMemory(Protocol):

@@ -237,24 +237,22 @@ class ActivationCopies:
             self.give_back(i)
             return
         if i.op == LEAVE or i.op in ACTIVATION_READS:
-            kept = self.sizes.host_buffer or sum(sizes[unit].kept + sizes[unit].input for unit in range(first, stop))
-            if kept:  # what keeps nothing takes no buffer
-                self.account.hold(self._host(i), self.account.host.take(kept))
+            leaves = sum(sizes[unit].kept + sizes[unit].input - sizes[unit].stays for unit in range(first, stop))
+            if leaves:  # what keeps nothing takes no buffer
+                self.account.hold(self._host(i), self.account.host.take(self.sizes.host_buffer or leaves))
             return
         for unit in range(first, stop):
-            self._move(i, kept_place(i, unit), sizes[unit].kept + sizes[unit].input * (unit > first))
-        self._move(i, kept_place(i, first, "input"), sizes[first].input)
+            kept = sizes[unit].kept + sizes[unit].input * (unit > first)
+            self.account.drop(kept_place(i, unit))
+            self.account.hold(kept_place(i, unit), sizes[unit].stays if isinstance(i.op, Free) else kept)
+        self.account.drop(kept_place(i, first, "input"))
+        if not isinstance(i.op, Free):
+            self.account.hold(kept_place(i, first, "input"), sizes[first].input)
 
     def give_back(self, i: Instruction) -> None:
         """The host buffer of what a backward works with, if it has one, is free."""
         if size := self.account.drop(self._host(i)):
             self.account.host.spare.append(size)
-
-    def _move(self, i: Instruction, place: Place, size: int) -> None:
-        if isinstance(i.op, Free):
-            self.account.drop(place)
-        else:
-            self.account.hold(place, size)
 
     def _host(self, i: Instruction) -> Place:
         return Place(MemoryColumn.HOST, i.micro_batch, i.chunk, self.scope.units_of(i)[0])

@@ -30,7 +30,7 @@ AXES: Axes = {
     "offload_optimizer": (*TIERS, "cpu:0.4", "nvme:0.6"),
     "offload_gradients": TIERS,
     "offload_params": TIERS,
-    "offload_activations": (None, None, "cpu", "cpu:0.5"),
+    "offload_activations": (None, None, "cpu", "cpu:0.5", "nvme", "nvme:0.5"),
 }
 
 
@@ -59,8 +59,6 @@ def fit(values: Values) -> Values | None:
         return None
     if made["model"] == "convolutional":
         made["recompute"] = False  # a unit that changes its input cannot be computed again
-    if made["recompute"]:
-        made["offload_activations"] = None  # inputs of units stay
     if made["dp"] < 4 or made["zero_stage"] == 0:
         made["zero_shard_size"] = None
     return made

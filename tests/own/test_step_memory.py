@@ -246,6 +246,14 @@ RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("cut", 2, {"tp": 2, "precision": "bf16", "offload_activations": "cpu:0.5"}),
     ("transformer", 1, {"offload_activations": "cpu"}),
     ("transformer", 1, {"offload_activations": "cpu:0.5", "offload_gradients": "cpu"}),
+    ("transformer", 1, {"offload_activations": "cpu", **FULL}),
+    ("transformer", 1, {"offload_activations": "nvme"}),
+    ("transformer", 1, {"offload_activations": "nvme", **FULL}),
+    ("transformer", 2, {"offload_activations": "nvme:0.5", "pp": 2, "pipeline_schedule": "gpipe"}),
+    ("mlp", 1, {"offload_activations": "cpu"}),
+    ("mlp", 1, {"offload_activations": "nvme", "micro_batch_order": "vertical"}),
+    ("mlp", 1, {"offload_activations": "cpu", "micro_batch_order": "vertical", **FULL}),
+    ("mlp", 2, {"offload_activations": "cpu", "pp": 2, "zero_stage": 1, **FULL}),
 )
 MICRO_BATCHES = 4
 
@@ -306,8 +314,8 @@ def held_on_rank(rank: int, name: str, ranks: int, fields: dict[str, Any]) -> He
 @pytest.mark.parametrize(("name", "ranks", "fields"), RUNS, ids=[f"{name} {fields}" for name, _, fields in RUNS])
 def test_a_step_takes_what_is_planned(name: str, ranks: int, fields: dict[str, Any], tmp_path: Path) -> None:
     """On the device to 2 %, on every rank; host memory up to the alignment of its pieces."""
-    fields = {**fields, "nvme_buffer_bytes": 400_000}
-    if "nvme" in [*fields.values()]:
+    fields = {**fields, "nvme_buffer_bytes": 4_000_000 if "offload_activations" in fields else 400_000}
+    if "nvme" in str(fields.values()):
         fields["nvme_path"] = [str(tmp_path)]
     for rank, held in enumerate(run_ranks(ranks, held_on_rank, name, ranks, fields)):
         assert held.measured == pytest.approx(held.planned.device_bytes, rel=EXACT), (rank, held)

@@ -302,11 +302,10 @@ MISTAKES: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         },
         r"data\[1\] has x, y, counts, more, and data\[0\] has x, y, counts",
     ),
-    "activations on disks": ({"offload_activations": "nvme", "nvme_path": ["/tmp"]}, {}, "goes to host memory"),
-    "activations that are computed again": (
-        {"offload_activations": "cpu", "recompute_granularity": "full"},
+    "activations by name": (
+        {"offload_activations": "cpu:head"},
         {},
-        "its input alone is kept",
+        "units of a list have no names that a flag knows",
     ),
     "both kinds of weights": ({"finetune": True, "no_load_optim": True, "load": "x"}, {}, "finetune loads weights"),
     "a warm-up longer than the run": ({"lr_warmup_iters": 50}, {}, "lr_warmup_iters 50 is longer than"),

@@ -15,7 +15,7 @@ from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import DiskError, SwapDamaged
 from megazero.pipeline.kept import HostActivations, KeptTensors
-from megazero.pipeline.kept_disks import ActivationDisks, piece_names
+from megazero.pipeline.kept_disks import ActivationDisks, GrowingDisks, piece_names
 
 CPU = torch.device("cpu")
 BUFFER, SIDE = 64 * 1024, 48
@@ -62,7 +62,7 @@ def test_the_same_bits_come_back_through_one_buffer(host: HostActivations) -> No
         assert x.grad is not None
         wanted.append(x.grad.clone())
         x.grad = None
-    assert host.disks is not None
+    assert isinstance(host.disks, ActivationDisks)
     for _ in range(3):
         graphs = [sines(host, x) for x in xs]
         for graph, _ in graphs:
@@ -102,7 +102,7 @@ def test_a_graph_of_which_nothing_leaves_takes_no_piece(host: HostActivations) -
         _edge = get_gradient_edge(torch.sin(x))
     away(graph)
     back(graph)
-    assert host.disks is not None and len(host.disks.free) == 2 and host.buffers.nbytes == 0
+    assert isinstance(host.disks, ActivationDisks) and len(host.disks.free) == 2 and host.buffers.nbytes == 0
 
 
 def test_a_graph_for_which_there_is_no_piece_stays(host: HostActivations) -> None:
@@ -114,13 +114,13 @@ def test_a_graph_for_which_there_is_no_piece_stays(host: HostActivations) -> Non
     for graph, edge in graphs:
         back(graph)
         torch.autograd.backward([edge], [torch.ones(())])
-    assert host.disks is not None and len(host.disks.free) == 2
+    assert isinstance(host.disks, ActivationDisks) and len(host.disks.free) == 2
 
 
 def test_other_bytes_than_were_written_are_one_clear_error(host: HostActivations) -> None:
     graph, _ = sines(host, torch.randn(SIDE, SIDE, requires_grad=True))
     away(graph)
-    assert host.disks is not None and isinstance(host.disks.store, SwapSpace)
+    assert isinstance(host.disks, ActivationDisks) and isinstance(host.disks.store, SwapSpace)
     (path,) = host.disks.store.paths
     with path.open("r+b") as file:
         file.seek(4096 + 5)
@@ -146,3 +146,35 @@ def test_a_write_that_fails_is_told_before_its_buffer_is_used_again(
     with pytest.raises(DiskError, match="--offload-activations: activations of unit 3: the disk is full"):
         graph.free_host()
     assert host.buffers.free == []
+
+
+def test_files_grow_with_what_leaves_and_what_is_away_comes_back(tmp_path: Path) -> None:
+    """A larger graph leaves while a smaller one is away. Behind the pass there are files of the larger pieces alone."""
+    opened_so_far = list[SwapSpace]()
+
+    def opens(pieces: Any) -> SwapSpace:
+        job = f"grown{len(opened_so_far)}"
+        opened_so_far.append(open_swap([tmp_path], pieces, job=job, slots=1))
+        return opened_so_far[-1]
+
+    disks = GrowingDisks(opens, 1 << 20)
+    host = HostActivations(CPU, disks=disks)
+    for number in range(2):
+        host.expect(2)
+        xs = [torch.randn(side, side, requires_grad=True) for side in (8, 96)]
+        graphs = [sines(host, x) for x in xs]
+        for graph, _ in graphs:
+            away(graph)
+        assert len([*tmp_path.iterdir()]) == 2 - number
+        for (graph, edge), x in zip(graphs[::-1], xs[::-1], strict=True):
+            back(graph)
+            torch.autograd.backward([edge], [torch.ones(())])
+            once = x.detach().requires_grad_()
+            torch.sin(torch.sin(torch.sin(once * 1.0))).sum().backward()
+            assert x.grad is not None and once.grad is not None and torch.equal(x.grad, once.grad)
+    size = opened_so_far[-1].file_bytes
+    assert len(opened_so_far) == 2 and host.buffers.nbytes < size
+    host.expect(3)
+    assert not [*tmp_path.iterdir()], "made anew with a piece more"
+    assert disks.bytes_written == sum(each.bytes_written for each in opened_so_far) > 0
+    host.close()

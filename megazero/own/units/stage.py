@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from megazero.mpu.bundle import Bundle, MessageSpec, tensors_of
+from megazero.mpu.bundle import Bundle, BundleForm, MessageSpec, tensors_of
 from megazero.mpu.parameter import Parameter, spec_of
 from megazero.own.units.model import BatchTensors, OwnUnit, Unit
 from megazero.own.units.taken_tensors import META, taken_dtype
@@ -92,14 +92,23 @@ class OwnStage(nn.Module):
             again = self.computes_again and torch.is_grad_enabled() and not is_last
             versions = versions_of(self._kept(unit, hidden if again else None, batch.tensors))
             with named(unit):
-                if again:  # draws what it has drawn by its seed, not by torch's states
-                    made = checkpoint(self._made, unit, hidden, batch, use_reentrant=False, preserve_rng_state=False)
-                else:
-                    made = self._made(unit, hidden, batch)
+                made = self._made_again(unit, hidden, batch) if again else self._made(unit, hidden, batch)
             require_same_versions(unit, self._kept(unit, hidden if again else None, batch.tensors), versions)
             hidden = self._loss(unit, made) if is_last else as_bundle(unit, made)
         assert hidden is not None
         return hidden
+
+    def _made_again(self, unit: OwnUnit, hidden: Bundle | None, batch: OwnBatch) -> Any:
+        """What a unit returns, of which a backward computes it again. Its input is saved tensor by tensor: what a
+        checkpoint takes in a tuple or a dict no hook of autograd sees, and it could not leave the device. It
+        draws what it has drawn by its seed, not by torch's states.
+        """
+
+        def made(*tensors: Tensor) -> Any:
+            return self._made(unit, None if form is None else form.bundle(tensors), batch)
+
+        form, given = (None, ()) if hidden is None else (BundleForm.of(hidden), tensors_of(hidden))
+        return checkpoint(made, *given, use_reentrant=False, preserve_rng_state=False)
 
     def _made(self, unit: OwnUnit, hidden: Bundle | None, batch: OwnBatch) -> Any:
         """What a unit returns. Its draws (dropout) are those of its name and of the micro-batch, on whichever rank it
