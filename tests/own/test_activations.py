@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,16 +142,14 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 
 
-def drawn(number: int = 12, seed: int = 37) -> list[tuple[int, dict[str, Any]]]:
-    """Ranks and layouts: each place with what is computed again and without, on each number of stages."""
+def drawn(seed: int = 37) -> list[tuple[int, dict[str, Any]]]:
+    """Ranks and layouts: each place, computed again and kept, on one stage and on two, by all schedules."""
     draw, layouts = random.Random(seed), list[tuple[int, dict[str, Any]]]()
-    for at in range(number):
-        pp, dp, again = 1 + at // 4 % 2, draw.choice((1, 2)), bool((at // 2 + at) % 2)
-        layout: dict[str, Any] = {"offload_activations": PLACES[at % 4], "pp": pp}
+    for number, (pp, place, again) in enumerate(product((1, 2), PLACES, ({}, FULL))):
+        layout: dict[str, Any] = {"offload_activations": place, "pp": pp, **again}
         layout |= {"zero_stage": draw.choice((0, 1, 3)), "bucket_size": draw.choice((100, 100_000))}
-        layout |= FULL if again else {}
-        layout |= draw.choice(SCHEDULES) if pp > 1 else draw.choice(({}, {"micro_batch_order": "vertical"}))
-        layouts.append((pp * dp, layout))
+        layout |= SCHEDULES[number % len(SCHEDULES)] if pp > 1 else draw.choice(({}, {"micro_batch_order": "vertical"}))
+        layouts.append((pp * draw.choice((1, 2)), layout))
     return layouts
 
 
