@@ -101,10 +101,17 @@ def settings_of(config: Configuration) -> DeepSpeedSettings:
     )
 
 
+def _with_lists(value: Any) -> Any:
+    """A value as JSON would hold it: a program writes pairs of numbers as tuples."""
+    if isinstance(value, Mapping):
+        return {name: _with_lists(each) for name, each in value.items()}
+    return [*map(_with_lists, value)] if isinstance(value, tuple | list) else value
+
+
 def _content_of(config: Configuration) -> tuple[str, dict[str, Any]]:
     """(a name for messages, the content) of a configuration."""
     if isinstance(config, Mapping):
-        return "config", dict(config)
+        return "config", _with_lists(config)
     try:
         content = read_json(Path(config), BOUNDS.description, piped=True)
     except Unreadable as reason:

@@ -206,3 +206,17 @@ def test_an_optimizer_and_a_schedule_of_torch_are_taken(tmp_path: Path) -> None:
         engine.backward(engine(*case.micro_batch(3, 0)))
         engine.step()
     engine.destroy()
+
+
+def test_a_dictionary_may_have_tuples() -> None:
+    """As Python's do where JSON has lists."""
+    params = {"lr": 1e-3, "betas": (0.7, 0.85)}
+    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": params},
+        "scheduler": schedule,
+    }
+    engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(3, 2), config=config)
+    assert optimizer.param_groups[0]["betas"] == params["betas"]
+    engine.destroy()
