@@ -11,6 +11,7 @@ from typing import Any
 
 from megazero.config.schema import OptimizerConfig
 from megazero.config.source import ConfigError
+from megazero.own.rank_units import further_names
 from megazero.own.torch_rule import TorchRule
 from megazero.own.units.model import Units
 
@@ -130,7 +131,10 @@ def _numbers(given: GivenGroups, units: Units) -> tuple[dict[str, int], list[str
         fresh = [name for name in fits[pattern] if numbers.get(name) == 0]
         numbers |= dict.fromkeys(fresh, number)
         if not fits[pattern]:
-            problems.append(f"{pattern!r} fits the name of no parameter, such as {next(iter(trained), 'none')}")
+            others = ((name, own) for name, own in further_names(units).items() if fnmatchcase(name, pattern))
+            shared = next((f": {name} goes by its first name, {own}" for name, own in others), "")
+            example = shared or f", such as {next(iter(trained), 'none')}"
+            problems.append(f"{pattern!r} fits the name of no parameter{example}")
         elif not any(trained[name] for name in fits[pattern]):
             problems.append(f"{pattern!r} fits frozen parameters alone, such as {fits[pattern][0]}")
         elif not fresh:

@@ -222,6 +222,11 @@ def test_a_mistake_is_said(name: str) -> None:
     assert words in str(error.value)
 
 
+def test_a_shared_parameter_goes_by_its_first_name() -> None:
+    with pytest.raises(ConfigError, match=r"'3\.\*' fits .* no parameter: 3\..* goes by its first name, 1\."):
+        megazero.engine(model_of(CASES["mlp"]), run=RULE, groups={"3.*": {"eps": 1.0}})
+
+
 def other_on_rank_1(rank: int) -> str:
     groups = {"*.bias": {"lr_factor": 1.0 + rank}}
     with pytest.raises(Exception) as error:
