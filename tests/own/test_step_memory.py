@@ -192,6 +192,23 @@ def cut() -> list[nn.Module]:
     return [first, *(CutBlock() for _ in range(4)), CutHead(first.words)]
 
 
+class SixteenBits(nn.Module):
+    """Products of bfloat16, and a norm of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128, bias=False)
+        self.up.bfloat16()
+        self.down.bfloat16()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(F.gelu(self.up(self.norm(hidden).bfloat16()))).float()
+
+
+def several_dtypes() -> list[nn.Module]:
+    return [nn.Linear(16, 128), *(SixteenBits() for _ in range(4)), nn.Linear(128, 1)]
+
+
 class Sized(NamedTuple):
     """A model whose tensors are large beside what nobody counts."""
 
@@ -211,6 +228,7 @@ MODELS: Mapping[str, Sized] = {
     "convolutional": Sized(convolutional, entropy, pictures, "x"),
     "transformer": Sized(transformer, None, sentences, None),
     "cut": Sized(cut, None, sentences, None),
+    "several dtypes": Sized(several_dtypes, squared, rows, "x"),
 }
 FULL = {"recompute_granularity": "full"}
 RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -236,6 +254,10 @@ RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("transformer", 1, {"offload_optimizer": "cpu"}),
     ("transformer", 2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "late_update": True}),
     ("transformer", 1, {"offload_optimizer": "nvme", "offload_params": "nvme", "zero_stage": 3}),
+    ("several dtypes", 1, {}),
+    ("several dtypes", 2, {"zero_stage": 3}),
+    ("several dtypes", 2, {"zero_stage": 2, **FULL}),
+    ("several dtypes", 2, {"pp": 2, "offload_optimizer": "cpu"}),
     ("cut", 2, {"tp": 2}),
     ("cut", 2, {"tp": 2, **FULL}),
     ("cut", 3, {"tp": 3, "zero_stage": 1}),
