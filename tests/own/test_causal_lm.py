@@ -390,3 +390,25 @@ def test_a_micro_batch_of_other_tensors_is_named(name: str) -> None:
     engine = megazero.engine(megazero.from_transformers(built("cohere")), run=RULE)
     with engine, pytest.raises(ValueError, match=told):
         engine.step(given)
+
+
+def compiled_losses(rank: int, is_compiled: bool, runs: list[dict[str, Any]]) -> list[list[float]]:
+    """Of steps, with layers as they are or as torch's compiler traces them, which its guards then watch."""
+    made = list[list[float]]()
+    for run in runs:
+        torch.manual_seed(5)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED))
+        for layer in model.model.layers if is_compiled else ():
+            layer.compile(dynamic=False, backend="eager")
+        draw = torch.Generator().manual_seed(7 + rank)
+        with megazero.engine(megazero.from_transformers(model), "adamw", RATE, run) as engine:
+            batch = micro_batch(draw)
+            made.append([float(engine.step(batch).loss) for _ in range(3)])
+    return made
+
+
+def test_layers_may_be_compiled() -> None:
+    """Also in a run whose precision is another than the model's dtype, so that outlines of layers are cast."""
+    runs: list[dict[str, Any]] = [{"precision": "bf16", "zero_stage": 3}, {"precision": "fp32", "zero_stage": 1}]
+    plain_layers, compiled = (run_ranks(2, compiled_losses, is_compiled, runs) for is_compiled in (False, True))
+    assert compiled == plain_layers and compiled[0][0][2] < compiled[0][0][0]

@@ -82,7 +82,7 @@ class MetaCopy:
         blank |= {id(each): torch.empty_like(each, device=META) for each in module.buffers()}
         self._copy = copy.deepcopy(module, blank)
         self._copy.__dict__.pop("forward", None)
-        self._dtypes = [(each, each.dtype) for each in self._copy.parameters()]
+        self._dtypes = [each.dtype for each in self._copy.parameters()]
         self._seen = dict[Any, Any]()
 
     def __call__(self, how: MetaRun, *args: Any, **named: Any) -> Any:
@@ -110,9 +110,10 @@ class MetaCopy:
 
     def _in(self, dtype: torch.dtype | None) -> nn.Module:
         """The copy with parameters of a dtype."""
-        for parameter, own_dtype in self._dtypes:
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(own_dtype if dtype is None else dtype)
+        for parameter, own_dtype in zip(self._copy.parameters(), self._dtypes, strict=True):
+            wanted = dtype if dtype is not None and parameter.is_floating_point() else own_dtype
+            if parameter.dtype != wanted:
+                parameter.data = parameter.data.to(wanted)
         if dtype is not None:
             for module in self._copy.modules():
                 for name, buffer in module._buffers.items():
