@@ -208,7 +208,12 @@ class Trainer:
             stops=lambda: stop or (self.deadline is not None and time.monotonic() >= self.deadline),
             early_tokens=self.reduce(tokens)[0] if early else None,
             values=owed,
+            groups=self.groups_at(lr),
         )
+
+    def groups_at(self, lr: float) -> tuple[Mapping[str, Any], ...]:
+        """The options of groups of parameters in a step with this learning rate; (): all have the same."""
+        return ()
 
     def check_early(self, end: TrainingStepEnd) -> bool | None:
         """Make the early updates again if the norm was too large for them, or not finite. Waits for the norm.

@@ -34,8 +34,6 @@ from megazero.train.state import TrainingPosition
 from megazero.train.swap_files import FileUse
 from megazero.train.trainer import StepValues, Trainer
 from megazero.train.whole_steps import WholeSteps
-from megazero.zero.actions import UpdateValues
-from megazero.zero.optimizer import TrainingStepEnd
 
 SAMPLES, SCHEDULE = "own_samples", "own_schedule"
 """What `progress` of a run's checkpoint has besides, which `Engine.save` does not know."""
@@ -62,20 +60,8 @@ class OwnTrainer(Trainer):
         self.model.steps_engine.warm_up(batches, loss_factor)
         return 0.0
 
-    def end_of_step(
-        self,
-        tokens: Tensor | float,
-        lr: float,
-        positions: int,
-        scale: Tensor,
-        *,
-        stop: bool,
-        owed: UpdateValues | None,
-    ) -> TrainingStepEnd:
-        end = super().end_of_step(tokens, lr, positions, scale, stop=stop, owed=owed)
-        assert not end.early, "what losses are a sum over is known once they are computed"
-        end.groups = self.model.groups_at(lr)
-        return end
+    def groups_at(self, lr: float) -> tuple[Mapping[str, Any], ...]:
+        return self.model.groups_at(lr)
 
     def train_step(self, *, stop: bool) -> StepValues:
         self.model.require_as_before()
