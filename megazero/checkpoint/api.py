@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.open_files import OpenFiles
-from megazero.checkpoint.reader import read_fragments
+from megazero.checkpoint.reader import read_box
 from megazero.checkpoint.window import TensorInfo
-from megazero.mpu.parameter import Box, ParameterKind, ParameterSpec
+from megazero.mpu.parameter import Box
 from megazero.system.given import given_path, is_whole
 from megazero.system.reading import shown
-from megazero.zero.layout import Fragment
 
 
 def _is_box(given: object) -> bool:
@@ -80,14 +78,5 @@ class Checkpoint:
             raise ValueError(f"{name} has shape {shape.shape}; {box} does not lie in it")
         if column not in shape.columns:
             raise CheckpointError(f"{self.path} has no {column} of {name}, only {', '.join(shape.columns)}")
-        extents = tuple(stop - start for start, stop in box)
-        values = torch.empty(extents, dtype=shape.columns[column])
-        part = Fragment(
-            ParameterSpec(name, shape.shape, box, extents, ParameterKind.MATRIX),
-            0,
-            values.numel(),
-            {column: values.view(-1)},
-        )
         with OpenFiles(self.path, self._manifest) as files:
-            read_fragments(files, [part], [column])
-        return values
+            return read_box(files, name, box, column)

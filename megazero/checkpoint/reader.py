@@ -7,7 +7,6 @@ range and number. A parameter that one of both has in parts (`ParameterSpec.part
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from megazero.checkpoint.decoding import decode
 from megazero.checkpoint.format import MANIFEST, Damaged, FragmentSpec, Manifest, key_of, range_of
 from megazero.checkpoint.open_files import OpenFiles, check_header
 from megazero.checkpoint.reshard import FlatRange, Overlap, overlaps
-from megazero.mpu.parameter import ParameterKind, ParameterSpec, merged, own_box
+from megazero.mpu.parameter import Box, ParameterKind, ParameterSpec, merged, own_box
 from megazero.system.reading import BOUNDS, Unreadable, read_bytes
 from megazero.zero.layout import Fragment
 
@@ -132,6 +131,23 @@ def read_fragments(files: OpenFiles, targets: Sequence[Fragment], columns: Seque
     return read_portions(files, [targets], iter([targets]), columns)
 
 
+def read_box(files: OpenFiles, name: str, box: Box, column: str) -> Tensor:
+    """The part of a tensor within a box, on the CPU in the stored dtype. Memory: the result and a few blocks. Raises as
+    `read_portions`.
+    """
+    stored = files.manifest.tensors[name]
+    extents = tuple(stop - start for start, stop in box)
+    values = torch.empty(extents, dtype=DTYPES[stored.columns[column]])
+    spec = ParameterSpec(name, stored.shape, box, extents, ParameterKind.MATRIX)
+    read_fragments(files, [Fragment(spec, 0, values.numel(), {column: values.view(-1)})], [column])
+    return values
+
+
+def read_whole(files: OpenFiles, name: str, column: str) -> Tensor:
+    """As `read_box`, all of the tensor."""
+    return read_box(files, name, tuple((0, extent) for extent in files.manifest.tensors[name].shape), column)
+
+
 def read_portions(
     files: OpenFiles,
     held: Sequence[Sequence[FragmentSpec]],
@@ -208,20 +224,12 @@ class _WholeTensors:
         read = 0
         if self._last[0] != spec.name:
             self._last = spec.name, {}  # one parameter at a time
-            self._last = spec.name, {column: self._read(spec.name, column) for column in self._columns}
+            self._last = spec.name, {column: read_whole(self._files, spec.name, column) for column in self._columns}
             read = sum(values.nbytes for values in self._last[1].values())
         for column, values in self._last[1].items():
             box = own_box(values.view(spec.shape), spec).reshape(-1)
             fragment.columns[column].copy_(box[fragment.start : fragment.stop])
         return read
-
-    def _read(self, name: str, column: str) -> Tensor:
-        stored = self._files.manifest.tensors[name]
-        box = tuple((0, extent) for extent in stored.shape)
-        values = torch.empty(math.prod(stored.shape), dtype=DTYPES[stored.columns[column]])
-        spec = ParameterSpec(name, stored.shape, box, stored.shape, ParameterKind.MATRIX)
-        read_fragments(self._files, [Fragment(spec, 0, values.numel(), {column: values})], [column])
-        return values
 
 
 _Plan = dict[int, dict[tuple[str, FlatRange], list[int]]]

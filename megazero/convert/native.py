@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import MANIFEST, CheckpointError, Damaged, Manifest
 from megazero.checkpoint.narrowing import narrowed
 from megazero.checkpoint.open_files import OpenFiles
-from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
+from megazero.checkpoint.reader import check_files, read_box, read_manifest
 from megazero.checkpoint.resume_changes import record_of, run_from
 from megazero.checkpoint.window import TensorInfo, windows
 from megazero.checkpoint.writer import write_fragments, write_manifest
@@ -60,7 +59,7 @@ class NativeSource(Source):
             progress.get("loss_scale") or None,
         )
         super().__init__("megazero", path, run, entries, position, companions(path))
-        self.manifest, self._specs = manifest, wanted
+        self.manifest = manifest
         self._files = self.closing.enter_context(OpenFiles(path, manifest))
         self.report.mapped += [f"{name} {column}" for name in entries for column in self.columns]
         left_out = dict.fromkeys(column for entry in entries.values() for column in entry.columns)
@@ -75,14 +74,10 @@ class NativeSource(Source):
 
     def read_box(self, name: str, box: Box, column: str = WEIGHT) -> Tensor:
         """Reads only the blocks of the files that hold a part of the box."""
-        shape = tuple(stop - start for start, stop in box)
-        values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
-        part = Fragment(replace(self._specs[name], box=box, local_shape=shape), 0, values.numel(), {column: values})
         try:
-            read_fragments(self._files, [part], [column])
+            return read_box(self._files, name, box, column)
         except CheckpointError as error:
             raise _refused(error, path_error(self.path, error)) from error
-        return values.view(shape)
 
 
 def _refused(error: Exception, message: str) -> ConversionError:

@@ -18,11 +18,8 @@ from torch import Tensor
 from megazero.checkpoint.api import Checkpoint
 from megazero.checkpoint.format import CheckpointError, Damaged
 from megazero.checkpoint.narrowing import narrowed
-from megazero.convert.files.safetensors_file import CODES, TensorHeader, write_safetensors
+from megazero.convert.files.safetensors_file import DTYPES, TensorHeader, write_safetensors
 from megazero.own.saved import BESIDE, MODEL
-
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-"""By their names in files of safetensors."""
 
 
 class SavedModel:

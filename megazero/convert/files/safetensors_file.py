@@ -28,6 +28,7 @@ CODES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
 BLOCK = 1 << 24
 """Elements that are converted and written at once."""
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megazero.convert.files.mapping import is_refusal, not_mapped
-from megazero.convert.files.safetensors_file import CODES
+from megazero.convert.files.safetensors_file import CODES, DTYPES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import CONFIG, read_json
 from megazero.convert.source import ConversionError, DamagedCheckpoint
@@ -28,7 +28,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _NAMES = (SINGLE, INDEX, _TORCH_SINGLE, _TORCH_INDEX)
 """Names of a model's weights, in transformers' order. The first one that is there counts."""
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyT
         for key in file.keys():  # noqa: SIM118 - no mapping
             header = file.get_slice(key)
             code = header.get_dtype()
-            yield key, LazyTensor(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
+            yield key, LazyTensor(tuple(header.get_shape()), DTYPES.get(code), code, partial(file.get_tensor, key))
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         if is_refusal(error):
             raise not_mapped(path, error) from error
