@@ -45,6 +45,24 @@ class TensorHeader(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def divided(slots: Sequence[TensorHeader], most: int, single: str) -> dict[str, list[TensorHeader]]:
+    """File name -> its tensors, in order, of files of at most so many bytes of tensors, or of one tensor. single: the
+    name where one file has all; of several each has its number and theirs in it, as transformers has.
+    """
+    groups: list[list[TensorHeader]] = [[]]
+    size = 0
+    for slot in slots:
+        if groups[-1] and size + slot.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(slot)
+        size += slot.nbytes
+    if len(groups) == 1:
+        return {single: groups[0]}
+    stem, _, ending = single.rpartition(".")
+    return {f"{stem}-{number:05d}-of-{len(groups):05d}.{ending}": group for number, group in enumerate(groups, 1)}
+
+
 def write_safetensors(
     path: Path, slots: Sequence[TensorHeader], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.config.dtypes import compute_dtype
 from megazero.convert.companions import copyable
-from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
+from megazero.convert.files.safetensors_file import TensorHeader, divided, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import (
     CONFIG,
@@ -56,7 +56,7 @@ def write_hf(
     lost = [problem for need in family.unsaid for problem in need.problems(source.model)]
     source.report.notes += [f"{CONFIG} of a {family.model_type} model has no key for it: {problem}" for problem in lost]
     slots = _slots(source, family.names, dtype)
-    shards = _shards(slots, shard_bytes)
+    shards = divided(slots, shard_bytes, SINGLE)
     tensors = _tensors(source, family.names, advance)
     for name, shard in shards.items():
         write_safetensors(folder / name, shard, itertools.islice(tensors, len(shard)), _METADATA)
@@ -81,21 +81,6 @@ def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[TensorHeade
         shapes = their_shapes(rule, source.model, entry.shape)
         found += [TensorHeader(key, dtype, shape) for key, shape in zip(names.written(rule), shapes, strict=True)]
     return found
-
-
-def _shards(slots: Sequence[TensorHeader], most: int) -> dict[str, list[TensorHeader]]:
-    """File name -> its tensors, in order."""
-    groups: list[list[TensorHeader]] = [[]]
-    size = 0
-    for slot in slots:
-        if groups[-1] and size + slot.nbytes > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(slot)
-        size += slot.nbytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def _tensors(source: Source, names: Names, advance: Advance) -> Iterator[Tensor]:

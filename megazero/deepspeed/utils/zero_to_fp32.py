@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.format import CheckpointError
 from megazero.config.lengths import bytes_of
+from megazero.convert.files.safetensors_file import TensorHeader, divided
 from megazero.deepspeed.called import latest_tag
 from megazero.own.exported import saved_state_dict
 from megazero.system.unfinished import replaced_when_whole
@@ -62,27 +63,22 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     with `safe_serialization` as safetensors does.
 
     max_shard_size: the most bytes of a file, as a number or in words. A larger model is in several files with an index
-    as Hugging Face's, whose package huggingface_hub then divides it. None: one file
+    as Hugging Face's. None: one file
 
-    Raises ImportError without that package, and as `get_fp32_state_dict_from_zero_checkpoint`.
+    Raises as `get_fp32_state_dict_from_zero_checkpoint`.
     """
     plain = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder, name = Path(output_dir), SAFE if safe_serialization else BIN
     folder.mkdir(parents=True, exist_ok=True)
-    most = None if max_shard_size is None else bytes_of(max_shard_size)
-    if most is None or sum(tensor.nbytes for tensor in plain.values()) <= most:
-        _write(folder / name, plain)
-        return
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    stem, _, ending = name.rpartition(".")
-    pattern = f"{stem}{{suffix}}.{ending}"
-    split = split_torch_state_dict_into_shards(plain, filename_pattern=pattern, max_shard_size=most)
-    for file, names in split.filename_to_tensors.items():
-        _write(folder / file, {each: plain[each] for each in names})
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    with replaced_when_whole(folder / f"{name}.index.json") as part:
-        part.write(json.dumps(index, indent=2, sort_keys=True).encode())
+    headers = [TensorHeader(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in plain.items()]
+    total = sum(header.nbytes for header in headers)
+    files = divided(headers, total if max_shard_size is None else bytes_of(max_shard_size), name)
+    for file, of_file in files.items():
+        _write(folder / file, {header.key: plain[header.key] for header in of_file})
+    if len(files) > 1:
+        weight_map = {header.key: file for file, of_file in files.items() for header in of_file}
+        with replaced_when_whole(folder / f"{name}.index.json") as part:
+            part.write(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode())
 
 
 def _write(path: Path, plain: dict[str, Tensor]) -> None:
@@ -132,7 +128,7 @@ def main() -> None:
             tag=args.tag,
             exclude_frozen_parameters=args.exclude_frozen_parameters,
         )
-    except (CheckpointError, ImportError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
