@@ -79,11 +79,14 @@ class AbsentGroup(Group):
 
 def absent_group(size: int, sent: Sent = lambda name, nbytes: None) -> Group:
     """Rank 0 of a group of this size, without the others."""
-    handle: Any = object()
-    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Nobody(sent))
+    return _first_of(size, _Nobody(sent))
 
 
 def alike_group(size: int) -> Group:
     """Rank 0 of a group of this size, whose others have the same numbers: for layers that compute."""
+    return _first_of(size, _Alike())
+
+
+def _first_of(size: int, exchange: Exchange) -> Group:
     handle: Any = object()
-    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Alike())
+    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, exchange)

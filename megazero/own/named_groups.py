@@ -28,7 +28,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """The options of a group beside the rate, by one of our optimizers, and the fields of `OptimizerConfig` of each."""
-_FACTORS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+_BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     FACTOR: ("a number from 0 on", lambda number: 0 <= number < math.inf),
     "weight_decay": ("a number from 0 on", lambda number: 0 <= number < math.inf),
     "betas": ("two numbers from 0 on, below 1", lambda number: 0 <= number < 1),
@@ -110,14 +110,14 @@ def _wrong(pattern: object, options: object, known: list[str]) -> Iterator[str]:
             if name != FACTOR and name not in known:
                 hint = f"; the rate is that of the step, times {FACTOR}" if name == "lr" else ""
                 yield f"{pattern!r} has {name}; the optimizer's groups have {', '.join((FACTOR, *known))}{hint}"
-            elif name in _FACTORS and not _fits(name, value):
-                yield f"{pattern!r} has {name} {value!r}: {_FACTORS[name][0]} is needed"
+            elif name in _BOUNDS and not _fits(name, value):
+                yield f"{pattern!r} has {name} {value!r}: {_BOUNDS[name][0]} is needed"
 
 
 def _fits(name: str, value: object) -> bool:
     numbers = value if isinstance(value, tuple | list) else (value,)
     is_number = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
-    return is_number and (len(numbers) == 2) is (name == "betas") and all(map(_FACTORS[name][1], numbers))
+    return is_number and (len(numbers) == 2) is (name == "betas") and all(map(_BOUNDS[name][1], numbers))
 
 
 def _numbers(given: GivenGroups, units: Units) -> tuple[dict[str, int], list[str]]:
